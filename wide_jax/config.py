@@ -103,32 +103,80 @@ class RopeConfig:
 
   @classmethod
   def from_hf(cls, cfg: Mapping[str, Any]) -> "RopeConfig":
-    """Reads `rope_parameters` (transformers 5) or `rope_theta`/`rope_scaling`."""
-    scaling = dict(cfg.get("rope_scaling") or {})
-    scaling.update(cfg.get("rope_parameters") or {})
+    """Reads `rope_scaling` with `rope_theta`, or transformers 5's
+    `rope_parameters`, by the rules of transformers 5.
+
+    Raises:
+      ValueError: an unknown rope type or key, or one that the type needs.
+    """
+    scaling = dict(cfg.get("rope_scaling") or cfg.get("rope_parameters") or {})
     kind = scaling.pop("rope_type", None)
     alias = scaling.pop("type", None)
     kind = kind or alias or "default"
     _one_of("rope_type", kind, _ROPE_KINDS[:-1])
     theta = scaling.pop("rope_theta", None) or cfg.get("rope_theta") or 10000.0
+    longest = cfg.get("max_position_embeddings") or _hf_default(
+      cfg.get("model_type", "llama"), "max_position_embeddings"
+    )
     original = scaling.pop("original_max_position_embeddings", None)
-    if kind in ("yarn", "dynamic", "llama3") and original is None:
-      original = cfg.get("original_max_position_embeddings") or cfg.get(
-        "max_position_embeddings"
-      )
+    if kind == "dynamic":
+      original = longest  # the only length that transformers looks at
+    elif kind in ("yarn", "llama3"):
+      outer = cfg.get("original_max_position_embeddings")
+      original = outer or original or longest
     partial = scaling.pop("partial_rotary_factor", None)
     partial = partial or cfg.get("partial_rotary_factor") or 1.0
     _check(partial == 1.0, f"partial_rotary_factor={partial} is not supported.")
-    names = {f.name for f in dataclasses.fields(cls)}
+    names = {f.name for f in dataclasses.fields(cls)} - {"divisors"}
     unknown = sorted(set(scaling) - names)
     _check(not unknown, f"rope_scaling has unknown keys {unknown}.")
     values = {k: v for k, v in scaling.items() if v is not None}
+    if kind == "yarn":
+      values.setdefault("factor", longest / original)
+    missing = sorted(set(_ROPE_NEEDS.get(kind, ())) - set(values))
+    _check(not missing, f"rope_type={kind!r} lacks {missing}.")
+    odd = {
+      k: v
+      for k, v in values.items()
+      if isinstance(v, bool) != (k == "truncate")
+      or not isinstance(v, int | float)
+    }
+    _check(not odd, f"rope_scaling has {odd}; want numbers.")
     return cls(
       theta=float(theta),
       kind=kind,
       original_max_positions=original,
       **values,
     )
+
+  def to_hf(self) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, which transformers 4 and 5 read.
+
+    Raises:
+      ValueError: explicit divisors, which Hugging Face has no name for.
+    """
+    if self.kind == "divisors":
+      raise ValueError(
+        "a config.json cannot hold explicit rope divisors (rope_freqs.weight)."
+      )
+    scaling: dict[str, Any] = {"rope_type": self.kind}
+    if self.kind != "default":
+      scaling["factor"] = self.factor
+    if self.kind in ("llama3", "yarn"):
+      scaling["original_max_position_embeddings"] = self.original_max_positions
+    if self.kind == "llama3":
+      scaling["low_freq_factor"] = self.low_freq_factor
+      scaling["high_freq_factor"] = self.high_freq_factor
+    if self.kind == "yarn":
+      for name in (
+        "beta_fast beta_slow attention_factor mscale mscale_all_dim truncate"
+      ).split():
+        if getattr(self, name) is not None:
+          scaling[name] = getattr(self, name)
+    return {
+      "rope_theta": self.theta,
+      "rope_scaling": None if self.kind == "default" else scaling,
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,18 +236,23 @@ class ModelConfig:
         name and value.
     """
     kind = cfg.get("model_type")
-    _one_of("model_type", kind, ("llama", "mistral", "qwen2", "qwen3"))
-    missing = sorted(
-      {
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "intermediate_size",
-      }
-      - set(cfg)
+    _one_of("model_type", kind, tuple(_HF_DEFAULTS))
+    quantised = cfg.get("quantization_config")
+    _check(not quantised, f"quantization_config={quantised} is not supported.")
+    needed = (
+      "vocab_size",
+      "hidden_size",
+      "num_hidden_layers",
+      "num_attention_heads",
+      "intermediate_size",
     )
+    missing = sorted(set(needed) - set(cfg))
     _check(not missing, f"config.json lacks {missing}.")
+    for name in (*needed, *_HF_DEFAULTS[kind], "head_dim"):
+      value = cfg.get(name)
+      whole = isinstance(value, int) and not isinstance(value, bool)
+      if not whole and (value is not None or name in needed):
+        raise ValueError(f"config.json has {name}={value!r}; want an integer.")
     act = cfg.get("hidden_act", "silu")
     _one_of("hidden_act", act, ("silu", "swish"))
     tp = cfg.get("pretraining_tp", 1) or 1
@@ -207,12 +260,14 @@ class ModelConfig:
     n_heads = cfg["num_attention_heads"]
     d_model = cfg["hidden_size"]
     head_dim = cfg.get("head_dim")
+    if not head_dim and kind == "qwen3":
+      head_dim = 128
     if not head_dim:
       _check(
         d_model % n_heads == 0,
         f"num_attention_heads={n_heads} must divide hidden_size={d_model}.",
       )
-      head_dim = 128 if kind == "qwen3" else d_model // n_heads
+      head_dim = d_model // n_heads
     bias = bool(cfg.get("attention_bias", False))
     return cls(
       model_type=kind,
@@ -220,10 +275,11 @@ class ModelConfig:
       d_model=d_model,
       n_layers=cfg["num_hidden_layers"],
       n_heads=n_heads,
-      n_kv_heads=cfg.get("num_key_value_heads") or n_heads,
+      # null means "as many as query heads"; absent, the class's default.
+      n_kv_heads=_hf_value(kind, cfg, "num_key_value_heads") or n_heads,
       head_dim=head_dim,
       d_ff=cfg["intermediate_size"],
-      max_positions=cfg.get("max_position_embeddings", 2048),
+      max_positions=_hf_value(kind, cfg, "max_position_embeddings"),
       norm_eps=cfg.get("rms_norm_eps", 1e-6),
       rope=RopeConfig.from_hf(cfg),
       tied=bool(cfg.get("tie_word_embeddings", False)),
@@ -235,9 +291,32 @@ class ModelConfig:
     )
 
   def to_hf(self) -> dict[str, Any]:
-    """The keys of `config.json` that describe this shape (no rope scaling)."""
+    """The keys of `config.json` that describe this model.
+
+    Raises:
+      ValueError: something that no config of this `model_type` can say.
+    """
+    kind = self.model_type
+    attn_bias = {
+      "llama": self.qkv_bias,
+      "qwen3": self.qkv_bias,
+      "qwen2": False,  # its q, k, v always have one
+      "mistral": False,
+    }[kind]
+    said = (
+      self.qkv_bias == (attn_bias or kind == "qwen2"),
+      self.o_bias == attn_bias,
+      not self.mlp_bias or kind == "llama",
+      self.qk_norm == (kind == "qwen3"),
+    )
+    if not all(said):
+      raise ValueError(
+        f"a {kind} config.json cannot say qkv_bias={self.qkv_bias},"
+        f" o_bias={self.o_bias}, mlp_bias={self.mlp_bias},"
+        f" qk_norm={self.qk_norm}."
+      )
     return {
-      "model_type": self.model_type,
+      "model_type": kind,
       "vocab_size": self.vocab,
       "hidden_size": self.d_model,
       "num_hidden_layers": self.n_layers,
@@ -247,29 +326,87 @@ class ModelConfig:
       "intermediate_size": self.d_ff,
       "max_position_embeddings": self.max_positions,
       "rms_norm_eps": self.norm_eps,
-      "rope_theta": self.rope.theta,
       "tie_word_embeddings": self.tied,
-      "attention_bias": self.o_bias,
+      "attention_bias": attn_bias,
       "mlp_bias": self.mlp_bias,
       "hidden_act": "silu",
+      **self.rope.to_hf(),
+      **_windows_to_hf(kind, self.windows),
     }
+
+
+# Where config.json leaves a key out, the class in transformers decides.
+_HF_DEFAULTS = {
+  "llama": {"num_key_value_heads": None, "max_position_embeddings": 2048},
+  "mistral": {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+  },
+  "qwen2": {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+  },
+}
+_HF_DEFAULTS["qwen3"] = _HF_DEFAULTS["qwen2"]
+
+_ROPE_NEEDS = {
+  "linear": ("factor",),
+  "dynamic": ("factor",),
+  "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+
+def _hf_default(kind: str, key: str) -> Any:
+  return _HF_DEFAULTS.get(kind, _HF_DEFAULTS["llama"])[key]
+
+
+def _hf_value(kind: str, cfg: Mapping[str, Any], key: str) -> Any:
+  return cfg[key] if key in cfg else _hf_default(kind, key)
 
 
 def _windows(kind: str, cfg: Mapping[str, Any]) -> tuple[int, ...]:
   """One window a layer, as transformers decides it; 0 is full attention."""
   n = cfg["num_hidden_layers"]
-  window = cfg.get("sliding_window") or 0
-  if kind == "llama" or not window:
+  if kind == "llama":
     return (0,) * n
+  window = _hf_value(kind, cfg, "sliding_window") or 0
   if kind == "mistral":
     return (window,) * n
-  if not cfg.get("use_sliding_window", False):
+  if not window or not cfg.get("use_sliding_window", False):
     return (0,) * n
   types = cfg.get("layer_types")
   if types is None:
-    first = cfg.get("max_window_layers", 28)
-    types = ["sliding_attention" if i >= first else "" for i in range(n)]
-  return tuple(window if t == "sliding_attention" else 0 for t in types)
+    first = _hf_value(kind, cfg, "max_window_layers")
+    types = [_SLIDING if i >= first else _FULL for i in range(n)]
+  odd = sorted(set(types) - {_SLIDING, _FULL})
+  _check(not odd, f"layer_types holds {odd}; want {_SLIDING} or {_FULL}.")
+  _check(
+    len(types) == n, f"{len(types)} layer_types for num_hidden_layers={n}."
+  )
+  return tuple(window if t == _SLIDING else 0 for t in types)
+
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def _windows_to_hf(kind: str, windows: tuple[int, ...]) -> dict[str, Any]:
+  sizes = sorted(set(windows) - {0})
+  if kind == "llama" and not sizes:
+    return {}
+  mixed = len(set(windows)) > 1
+  if kind == "llama" or len(sizes) > 1 or (kind == "mistral" and mixed):
+    raise ValueError(f"a {kind} config.json cannot say windows={windows}.")
+  window = sizes[0] if sizes else None
+  if kind == "mistral":
+    return {"sliding_window": window}
+  return {
+    "use_sliding_window": bool(sizes),
+    "sliding_window": window,
+    "layer_types": [_SLIDING if w else _FULL for w in windows],
+  }
 
 
 # --- routing and adapters ----------------------------------------------------
@@ -301,7 +438,7 @@ class RouteConfig:
       once on calibration text) or `learned` (stage 1 trains them).
   """
 
-  method: Method = Method.WIDE
+  method: Method | str = Method.WIDE
   attn_group: int = 1
   ffn_group: int = 32
   rank: int = 32
@@ -404,7 +541,7 @@ class ModelSource:
   def __post_init__(self):
     _one_of("model.dtype", self.dtype, _DTYPES)
     _one_of("model.remat", self.remat, _REMAT)
-    _one_of("model.attention", self.attention, ("auto", "xla", "cudnn", "triton", "splash"))
+    _one_of("model.attention", self.attention, ("auto", "xla", "cudnn", "cudnn_mask", "triton", "splash"))
     if (self.path == "random") != bool(self.shape):
       raise ValueError("model.shape goes with model.path='random', and only there.")
 

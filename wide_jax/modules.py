@@ -166,6 +166,7 @@ class Block(nn.Module):
   lora: LoraConfig | None
   dtype: Any
   attention: str
+  max_segments: int
   gate_mode: str
   window: int | None
   capture: tuple[str, ...] = ()
@@ -174,7 +175,14 @@ class Block(nn.Module):
     m = self.model
     self.attn_norm = RmsNorm(m.norm_eps, self.dtype)
     self.ffn_norm = RmsNorm(m.norm_eps, self.dtype)
-    self.attn = Attention(m, self.lora, self.dtype, self.attention, self.window)
+    self.attn = Attention(
+      m,
+      self.lora,
+      self.dtype,
+      self.attention,
+      self.max_segments,
+      self.window,
+    )
     self.ffn = Ffn(m, self.lora, self.dtype)
     routed = self.route is not None and self.route.method not in (
       Method.DENSE,
@@ -300,6 +308,7 @@ class Attention(nn.Module):
   lora: LoraConfig | None
   dtype: Any
   attention: str
+  max_segments: int
   window: int | None
 
   @nn.compact
@@ -320,7 +329,13 @@ class Attention(nn.Module):
     k_BSKH = rope.apply_rope(k_BSKH, shared["cos"], shared["sin"])
     window = per_layer["window"] if self.window is None else self.window
     a_BTNH = ops.attention(
-      q_BTNH, k_BSKH, v_BSKH, shared["segments"], window=window, path=self.attention
+      q_BTNH,
+      k_BSKH,
+      v_BSKH,
+      shared["segments"],
+      window=window,
+      max_segments=self.max_segments,
+      path=self.attention,
     )
     o = linear("o", (m.d_model,), m.o_bias, inputs=2)
     return o(_mask_groups(a_BTNH, keep_BTG), drop), a_BTNH
@@ -368,7 +383,7 @@ class Decoder(nn.Module):
     model, route, lora: shapes; None leaves routers or adapters out.
     dtype: compute dtype of everything but routers, softmax and norms.
     remat: `none`, `dots` (matmul results kept) or `full`.
-    attention: path, see ops.attention.
+    attention, max_segments: see ops.attention.
     capture: extra per-layer outputs: `masks`, `logits`, `curves`, `inner`.
   """
 
@@ -378,6 +393,7 @@ class Decoder(nn.Module):
   dtype: Any = jnp.float32
   remat: str = "none"
   attention: str = "auto"
+  max_segments: int = 0
   capture: tuple[str, ...] = ()
 
   def _block(self, gate_mode: str, window: int | None) -> dict[str, Any]:
@@ -387,6 +403,7 @@ class Decoder(nn.Module):
       lora=self.lora,
       dtype=self.dtype,
       attention=self.attention,
+      max_segments=self.max_segments,
       gate_mode=gate_mode,
       window=window,
       capture=self.capture,
@@ -481,10 +498,16 @@ def head_table(params: Tree) -> Float[Array, "V D"]:
   return params["embed"]["table"]
 
 
-def init(decoder: Decoder, seed: int, collections: tuple[str, ...]) -> dict:
+def init(
+  decoder: Decoder,
+  seed: int,
+  collections: tuple[str, ...],
+  shardings: Tree | None = None,
+) -> dict:
   """Initial values of the named collections, as plain dicts.
 
-  Under jit: what is not asked for is never computed.
+  Under jit: what is not asked for is never computed. `shardings`, a tree like
+  the result, places every leaf as it is made.
   """
 
   def make(key):
@@ -496,7 +519,7 @@ def init(decoder: Decoder, seed: int, collections: tuple[str, ...]) -> dict:
     variables = decoder.copy(attention="xla", capture=()).init(rngs, one, one, one + 1)
     return {name: variables.get(name, {}) for name in collections}
 
-  return jax.jit(make)(jax.random.key(seed))
+  return jax.jit(make, out_shardings=shardings)(jax.random.key(seed))
 
 
 def abstract(decoder: Decoder) -> dict:

@@ -1,8 +1,11 @@
 """Picks a path for each op of the model.
 
-Training attention: `cudnn` (Hopper, Ampere), `triton`, `splash` (TPU) or `xla`
-(everywhere, the specification). All honour segment ids, so that packed
-documents never see each other; padding has segment 0.
+Training attention: `cudnn` (packed rows), `cudnn_mask`, `triton`, `splash`
+(TPU) or `xla` (everywhere, the specification). All honour segment ids, so that
+packed documents never see each other; padding has segment 0. Measured on one
+H200 (experiments/attention_paths), forward and backward, 16 x 2,048 tokens, 9
+query and 3 kv heads of 64: cudnn 1.29 ms with segments (1.32 ms without any),
+cudnn_mask 1.98 ms, triton 2.82 ms, xla 18.2 ms.
 """
 
 import functools
@@ -33,8 +36,9 @@ def attention_mask(
   return (same_BTS & near_TS[None])[:, None]
 
 
-def _attention_xla(q_BTNH, k_BSKH, v_BSKH, segments_BT, window):
+def _attention_xla(q_BTNH, k_BSKH, v_BSKH, segments_BT, window, max_segments):
   """float32 scores and softmax; grouped heads are never repeated in memory."""
+  del max_segments
   b, t, n, h = q_BTNH.shape
   kv = k_BSKH.shape[2]
   q_BTKRH = q_BTNH.reshape(b, t, kv, n // kv, h)
@@ -48,22 +52,83 @@ def _attention_xla(q_BTNH, k_BSKH, v_BSKH, segments_BT, window):
   return out.reshape(b, t, n, h)
 
 
-def _attention_cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, window):
+def _packed_attention():
+  """cuDNN attention over packed sequences, or None where jax moved it.
+
+  jax.nn.dot_product_attention does not expose sequence offsets; the function
+  below it does, in every version that we support. It is the one private name
+  that we use, and `auto` goes on without it.
+  """
+  try:
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    return fused.dot_product_attention, fused.MaskType.PADDING_CAUSAL
+  except (ImportError, AttributeError):
+    return None
+
+
+def _attention_cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, window, max_segments):
+  """cuDNN flash attention; each segment is a sequence of its own.
+
+  Padding is one more segment, so that every output is written.
+  """
+  del window
+  fused, mask_type = _packed_attention()
+  b, t = segments_BT.shape
+  slots = max_segments + 1
+  # Rank of each token's run of equal ids, 0 for the first: segments are
+  # contiguous, and padding may lie on either side.
+  new_BT = segments_BT[:, 1:] != segments_BT[:, :-1]
+  run_BT = jnp.pad(jnp.cumsum(new_BT.astype(jnp.int32), 1), ((0, 0), (1, 0)))
+  slot_BTM = run_BT[..., None] == jnp.arange(slots)[None, None]
+  length_BM = slot_BTM.sum(1, dtype=jnp.int32)
+  start_BM = jnp.cumsum(length_BM, 1) - length_BM
+  used_BM = length_BM > 0
+  length_BM = jnp.where(used_BM, length_BM, -1)
+  start_BM = jnp.where(used_BM, start_BM, -1)
+  start_BM = jnp.pad(start_BM, ((0, 0), (0, 1)), constant_values=-1)
+  return fused(
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    None,
+    None,
+    length_BM,
+    length_BM,
+    start_BM,
+    start_BM,
+    scale=q_BTNH.shape[-1] ** -0.5,
+    mask_type=mask_type,
+  )
+
+
+def _attention_cudnn_mask(
+  q_BTNH, k_BSKH, v_BSKH, segments_BT, window, max_segments
+):
   """cuDNN flash attention; the segments travel as an additive bias."""
+  del max_segments
+  if window:
+    mask, causal = attention_mask(segments_BT, window), False
+  else:  # cuDNN skips the upper triangle by itself
+    mask = (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
+    causal = True
   return jax.nn.dot_product_attention(
     q_BTNH,
     k_BSKH,
     v_BSKH,
-    mask=attention_mask(segments_BT, window),
+    mask=mask,
+    is_causal=causal,
     implementation="cudnn",
   )
 
 
-def _attention_triton(q_BTNH, k_BSKH, v_BSKH, segments_BT, window):
+def _attention_triton(
+  q_BTNH, k_BSKH, v_BSKH, segments_BT, window, max_segments
+):
   """The Pallas Triton flash attention that JAX ships, with segment ids."""
   from jax.experimental.pallas.ops.gpu import attention as pallas_attention
 
-  del window  # `pick_attention` refuses windows here
+  del window, max_segments  # `pick_attention` refuses windows here
   share = q_BTNH.shape[2] // k_BSKH.shape[2]
   return pallas_attention.mha(
     q_BTNH,
@@ -75,10 +140,13 @@ def _attention_triton(q_BTNH, k_BSKH, v_BSKH, segments_BT, window):
   )
 
 
-def _attention_splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, window):
+def _attention_splash(
+  q_BTNH, k_BSKH, v_BSKH, segments_BT, window, max_segments
+):
   """The TPU splash attention that JAX ships, with segment ids."""
   from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
+  del max_segments
   t, n = q_BTNH.shape[1:3]
   shape = (t, t)
   one = (
@@ -105,23 +173,33 @@ def _attention_splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, window):
 _PATHS = {
   "xla": _attention_xla,
   "cudnn": _attention_cudnn,
+  "cudnn_mask": _attention_cudnn_mask,
   "triton": _attention_triton,
   "splash": _attention_splash,
 }
 
 
-def _why_not(path: str, platform: str, dtype, length: int, head_dim: int, window):
+def _why_not(
+  path, platform, dtype, length, head_dim, window, max_segments
+) -> str | None:
   """The reason why `path` cannot run this case, or None."""
   uniform = isinstance(window, int)
   if path == "xla":
     return None
   if not uniform:
     return "windows differ between layers"
-  if path in ("cudnn", "triton") and platform not in ("gpu", "cuda"):
+  if path in ("cudnn", "cudnn_mask", "triton") and platform not in ("gpu", "cuda"):
     return f"needs an NVIDIA GPU, this is {platform}"
   if path == "splash" and platform != "tpu":
     return f"needs a TPU, this is {platform}"
   if path == "cudnn":
+    if _packed_attention() is None:
+      return "this jax has no packed cuDNN attention"
+    if max_segments < 1:
+      return "the number of segments a row is not known"
+    if window:
+      return "has no sliding window over packed rows"
+  if path in ("cudnn", "cudnn_mask"):
     if dtype not in (jnp.bfloat16, jnp.float16):
       return f"takes bfloat16 or float16, not {jnp.dtype(dtype).name}"
     if head_dim > 128 or head_dim % 8:
@@ -137,7 +215,14 @@ def _why_not(path: str, platform: str, dtype, length: int, head_dim: int, window
 
 
 def pick_attention(
-  want: str, *, platform: str, dtype, length: int, head_dim: int, window
+  want: str,
+  *,
+  platform: str,
+  dtype,
+  length: int,
+  head_dim: int,
+  window,
+  max_segments: int = 0,
 ) -> tuple[str, dict[str, str]]:
   """Chooses the attention path; a path asked for by name never falls back.
 
@@ -147,13 +232,13 @@ def pick_attention(
   Raises:
     ValueError: `want` is named and cannot run this case.
   """
-  case = (platform, dtype, length, head_dim, window)
+  case = (platform, dtype, length, head_dim, window, max_segments)
   if want != "auto":
     if reason := _why_not(want, *case):
       raise ValueError(f"model.attention={want!r} cannot run here: {reason}.")
     return want, {}
   reasons = {}
-  for path in ("cudnn", "splash", "xla"):
+  for path in ("cudnn", "cudnn_mask", "splash", "xla"):
     reason = _why_not(path, *case)
     if reason is None:
       return path, reasons
@@ -168,6 +253,7 @@ def attention(
   segments_BT: Segments,
   *,
   window: int | Array = 0,
+  max_segments: int = 0,
   path: str = "auto",
 ) -> Float[Array, "B T N H"]:
   """Causal grouped-query attention over packed rows, S = T.
@@ -176,7 +262,9 @@ def attention(
     q_BTNH, k_BSKH, v_BSKH: one dtype; N a multiple of K.
     segments_BT: int32; a token attends to earlier tokens of its own segment.
     window: keys a query sees, itself included; 0 for all.
-    path: `auto` or one of xla, cudnn, triton, splash.
+    max_segments: most segments in a row (padding not counted); 0 where that
+      is not known.
+    path: `auto` or one of xla, cudnn, cudnn_mask, triton, splash.
 
   Returns:
     [B, T, N, H] in the dtype of q.
@@ -191,5 +279,7 @@ def attention(
     length=q_BTNH.shape[1],
     head_dim=q_BTNH.shape[-1],
     window=window,
+    max_segments=max_segments,
   )
-  return _PATHS[chosen](q_BTNH, k_BSKH, v_BSKH, segments_BT, window)
+  run = _PATHS[chosen]
+  return run(q_BTNH, k_BSKH, v_BSKH, segments_BT, window, max_segments)

@@ -1,0 +1,1 @@
+"""Configuration files; `--config NAME` finds them by name."""

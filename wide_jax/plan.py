@@ -1,0 +1,100 @@
+"""`--dry-run`: memory, FLOPs and hours of a run, without starting it."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+
+from wide_jax import flops, metrics, modules, ops, prepare
+from wide_jax import step as steps
+from wide_jax.config import Method, Phase, RouteConfig, RunConfig
+from wide_jax.modules import Decoder
+
+# Assumed share of the peak, for hours only: what SmolLM2-135M reached on one
+# H200 (BUILD_NOTES.md); larger models reach more.
+ASSUMED_MFU = 0.12
+
+
+def describe(run: RunConfig) -> str:
+  """A table a stage: FLOPs, memory on one device, expected hours."""
+  model = prepare.model_config(run)
+  devices = jax.devices()
+  peak = flops.peak_flops(devices[0].device_kind, run.model.dtype)
+  assumed = f"{100 * ASSUMED_MFU:.0f}% of the device's peak"
+  rate = None if peak is None else peak * ASSUMED_MFU * len(devices)
+  if rate is None:
+    rate = _measured_rate(run.model.dtype)
+    assumed = "the speed of one large matmul here, just measured"
+  path, _ = ops.pick_attention(
+    run.model.attention,
+    platform=jax.default_backend(),
+    dtype=jnp.dtype(run.model.dtype),
+    length=run.data.seq_len,
+    head_dim=model.head_dim,
+    window=model.windows[0] if len(set(model.windows)) == 1 else None,
+    max_segments=1,
+  )
+  ways = max(run.mesh.fsdp, 1) * max(run.mesh.tensor, 1)
+  data_ways = max(len(devices) // max(run.mesh.tensor, 1), 1)
+  lines = [f"attention path: {path}"]
+  rows = []
+  for phase in Phase:
+    stage = run.stage(phase)
+    if not stage.steps:
+      continue
+    dense = phase is Phase.DENSE_LORA
+    route = RouteConfig(method=Method.DENSE) if dense else run.route
+    lora = None if phase is Phase.ROUTERS else run.lora
+    names = steps.trainable_collections(phase, run.route, stage)
+    variables = modules.abstract(
+      Decoder(model, route, lora, jnp.dtype(run.model.dtype))
+    )
+    memory = flops.memory_estimate(
+      variables,
+      model,
+      names,
+      rows=-(-run.data.batch_size // data_ways),
+      seq_len=run.data.seq_len,
+      dtype=run.model.dtype,
+      remat=run.model.remat,
+      materialised_scores=path == "xla",
+      fsdp=ways // max(run.mesh.tensor, 1),
+      tensor=max(run.mesh.tensor, 1),
+    )
+    per_token = flops.train_flops_per_token(
+      model, route, run.data.seq_len, names, lora, kl=stage.kl > 0
+    )
+    tokens = (
+      stage.steps * stage.accumulate * run.data.batch_size * run.data.seq_len
+    )
+    rows.append(
+      {
+        "stage": phase.value,
+        "trains": "+".join(names) or "nothing",
+        "tokens": tokens,
+        "PFLOPs": per_token * tokens / 1e15,
+        "time": metrics.duration(per_token * tokens / rate),
+        **{k: f"{v / 2**30:.3f}" for k, v in memory.items()},
+      }
+    )
+  if rows:
+    lines.append(metrics.table(rows, list(rows[0])))
+  lines.append(
+    f"memory in GiB on one device of {len(devices)}; time at {assumed}."
+    " Nothing was started."
+  )
+  return "\n".join(lines)
+
+
+def _measured_rate(dtype: str) -> float:
+  """FLOP/s of a 1,024-wide matmul on this device, best of three."""
+  n = 1024
+  x = jnp.ones((n, n), jnp.dtype(dtype))
+  multiply = jax.jit(lambda a: a @ a)
+  multiply(x).block_until_ready()
+  best = float("inf")
+  for _ in range(3):
+    began = time.perf_counter()
+    multiply(x).block_until_ready()
+    best = min(best, time.perf_counter() - began)
+  return 2 * n**3 / best

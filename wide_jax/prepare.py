@@ -1,0 +1,288 @@
+"""Everything a run needs before its first step: model, text, channel order."""
+
+import dataclasses
+import functools
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+from jax.sharding import Mesh
+
+from wide_jax import (
+  calibration,
+  data,
+  flops,
+  metrics,
+  modules,
+  sharding,
+  weights,
+)
+from wide_jax.config import Method, ModelConfig, RunConfig
+from wide_jax.evaluate import Evaluator, window_batches
+from wide_jax.modules import Decoder
+from wide_jax.tokenizers import Tokenizer, load_tokenizer
+
+# More documents than this in one row, and a row is masked instead of split:
+# the packed attention path makes room for so many sequences in every row.
+MOST_SEGMENTS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+  """A loaded model and tokenised text, placed on the mesh.
+
+  Attributes:
+    run: the configuration.
+    workdir: where the run writes.
+    mesh: devices.
+    model: the model's shape.
+    params: frozen backbone, channels in `channel_order`.
+    channel_order: int32 [L, F], or None where channels were left alone.
+    static: router tree of `static_width`, measured; None for other methods.
+    batches: training batches by step.
+    calibration: two lists of batches: to set thresholds, to check them.
+    texts: window length -> batches of the evaluation text.
+    max_segments: most segments in a training row, 0 for too many to split.
+    notes: what was found, one sentence each.
+  """
+
+  run: RunConfig
+  workdir: pathlib.Path
+  mesh: Mesh
+  model: ModelConfig
+  params: Any
+  channel_order: np.ndarray | None
+  static: Any
+  batches: data.Batches
+  calibration: tuple[list, list]
+  texts: dict[int, list]
+  max_segments: int
+  notes: tuple[str, ...]
+
+  def decoder(self, route, lora) -> Decoder:
+    """The decoder of this run with these routers and adapters."""
+    source = self.run.model
+    return Decoder(
+      self.model,
+      route=route,
+      lora=lora,
+      dtype=jnp.dtype(source.dtype),
+      remat=source.remat,
+      attention=source.attention,
+      max_segments=self.max_segments,
+    )
+
+  def macs(self, route, length: int) -> flops.LayerMacs:
+    return flops.layer_macs(self.model, route, length)
+
+  def evaluator(self, route, lora, length: int) -> Evaluator:
+    """An evaluator for windows of `length` tokens."""
+    macs = self.macs(route or self.run.route, length)
+    return Evaluator(self.decoder(route, lora), self.place, macs)
+
+  def place(self, batch: dict) -> dict:
+    """A host batch on the mesh, rows spread over data and fsdp."""
+    shape = next(iter(batch.values())).shape
+    return sharding.put(batch, sharding.batch_spec(self.mesh, shape))
+
+  def shard(self, tree, route):
+    """Places collections by the table of sharding.py."""
+    groups = (route or self.run.route).groups(self.model)
+    places, _ = sharding.specs(tree, self.model, groups, self.mesh)
+    return sharding.put(tree, places)
+
+
+def model_config(run: RunConfig) -> ModelConfig:
+  """The model's shape: headers are read, no weights.
+
+  Raises:
+    ValueError, FileNotFoundError: naming the file or key that is wrong.
+  """
+  if run.model.path == "random":
+    model = ModelConfig.from_hf(dict(run.model.shape))
+  else:
+    model = weights.open_source(weights.resolve(run.model.path)).config
+  run.route.check_against(model)
+  return model
+
+
+def prepare(run: RunConfig, workdir: pathlib.Path) -> Prepared:
+  """Loads the model and tokenises the text; see `Prepared`."""
+  mesh = sharding.make_mesh(run.mesh)
+  sharding.batch_spec(mesh, (run.data.batch_size, run.data.seq_len))
+  model = model_config(run)
+  tokenizer = load_tokenizer(run.model.tokenizer or run.model.path)
+  if tokenizer.vocab > model.vocab:
+    raise ValueError(
+      f"the tokenizer has {tokenizer.vocab} ids, the model only {model.vocab}."
+    )
+  cache = pathlib.Path(run.data.cache_dir or workdir / "cache")
+  training = data.load_tokens(
+    run.data.train,
+    tokenizer,
+    cache_dir=cache,
+    text_key=run.data.text_key,
+    chat=run.data.chat,
+    max_tokens=run.data.max_tokens,
+  )
+  rows = data.Rows(training, run.data.seq_len, run.data.packing)
+  notes = [f"training text: {data.describe(training, rows)}"]
+  row_ways = mesh.shape["data"] * mesh.shape["fsdp"]
+  halves = _calibration(run, tokenizer, cache, row_ways)
+  texts = _texts(run, tokenizer, row_ways)
+
+  order_file = workdir / "channel_order.npy"
+  order = np.load(order_file) if order_file.exists() else None
+  model, params, note = _load(run, model, mesh, order)
+  notes.append(note)
+  segments = max(rows.max_segments, *(_segments(h) for h in halves))
+  prepared = Prepared(
+    run=run,
+    workdir=workdir,
+    mesh=mesh,
+    model=model,
+    params=params,
+    channel_order=order,
+    static=None,
+    batches=data.Batches(rows, run.data.batch_size, run.seed),
+    calibration=halves,
+    texts=texts,
+    max_segments=segments if segments <= MOST_SEGMENTS else 0,
+    notes=(),
+  )
+  if order is None and _regroups(run, model):
+    prepared = _regroup(prepared, rows, order_file)
+    notes.append("channels regrouped")
+  if run.route.method is Method.STATIC_WIDTH:
+    batch = _first_tokens(rows, run.regroup.tokens, run.seed)
+    static = calibration.static_logits(
+      prepared.decoder(None, None), prepared.params, batch, run.route
+    )
+    prepared = dataclasses.replace(prepared, static=static)
+  return dataclasses.replace(prepared, notes=tuple(notes))
+
+
+def _regroups(run: RunConfig, model: ModelConfig) -> bool:
+  """Whether groups of channels exist and are to be chosen."""
+  groups = run.route.groups(model)["ffn"]
+  return run.regroup.enabled and groups > 1
+
+
+def _regroup(prepared: Prepared, rows: data.Rows, file) -> Prepared:
+  run = prepared.run
+  batch = _first_tokens(rows, run.regroup.tokens, run.seed)
+  bar = functools.partial(
+    tqdm.tqdm,
+    total=prepared.model.n_layers,
+    desc="regrouping channels",
+    disable=None,  # on a terminal only
+  )
+  order = calibration.channel_order(
+    prepared.decoder(None, None),
+    prepared.params,
+    batch,
+    run.route.ffn_group,
+    run.regroup,
+    run.seed,
+    bar,
+  )
+  with metrics.replacing(file) as temporary:
+    with open(temporary, "wb") as f:
+      np.save(f, order)
+  params = weights.permute_channels(prepared.params, order)
+  return dataclasses.replace(
+    prepared, params=prepared.shard({"params": params}, None)["params"],
+    channel_order=order,
+  )
+
+
+def _first_tokens(rows: data.Rows, tokens: int, seed: int) -> dict:
+  """Some rows drawn by the seed, `tokens` tokens or a little more."""
+  count = min(len(rows), -(-tokens // rows.seq_len))
+  chosen = np.random.default_rng([seed, 1]).permutation(len(rows))[:count]
+  parts = [rows.row(int(i)) for i in sorted(chosen)]
+  return {k: np.stack([p[k] for p in parts]) for k in parts[0]}
+
+
+def _calibration(run, tokenizer: Tokenizer, cache, ways: int):
+  """Held-out rows in two halves, drawn at random by the seed."""
+  held_out = data.load_tokens(
+    run.data.calibration,
+    tokenizer,
+    cache_dir=cache,
+    text_key=run.data.text_key,
+    chat=run.data.chat,
+    part="calibration",
+  )
+  rows = data.Rows(held_out, run.data.seq_len, run.data.packing)
+  count = len(rows)
+  if run.eval.calibration_tokens:
+    count = min(count, -(-run.eval.calibration_tokens // run.data.seq_len))
+  if count < 2:
+    raise ValueError(
+      f"calibration text {list(run.data.calibration)} gives {count} row of"
+      f" {run.data.seq_len} tokens; want at least 2, one for each half."
+    )
+  chosen = np.random.default_rng([run.seed, 2]).permutation(len(rows))[:count]
+  size = _rows_a_batch(run.eval.batch_size, ways)
+  halves = []
+  for part in (chosen[: count // 2], chosen[count // 2 :]):
+    drawn = [rows.row(int(i)) for i in part]
+    arrays = {k: np.stack([d[k] for d in drawn]) for k in drawn[0]}
+    halves.append(window_batches(arrays, size))
+  return tuple(halves)
+
+
+def _texts(run, tokenizer: Tokenizer, ways: int) -> dict[int, list]:
+  """Windows of the evaluation text, by window length."""
+  ids = data.text_ids(
+    [run.eval.text],
+    tokenizer,
+    part="evaluation",
+    max_tokens=run.eval.max_tokens,
+  )
+  size = _rows_a_batch(run.eval.batch_size, ways)
+  return {
+    w: window_batches(data.eval_windows(ids, w), size)
+    for w in run.eval.windows
+  }
+
+
+def _rows_a_batch(wanted: int, ways: int) -> int:
+  """Rows of an evaluation batch, a multiple of the ways they are spread."""
+  return -(-wanted // ways) * ways
+
+
+def _segments(batches: list) -> int:
+  return max(int(b["segments"].max()) for b in batches)
+
+
+def _load(run: RunConfig, model: ModelConfig, mesh, order):
+  """(model, params on the mesh, one sentence about the file)."""
+  groups = run.route.groups(model)
+  dtype = run.model.dtype
+
+  def place_of(tree):
+    return sharding.specs({"params": tree}, model, groups, mesh)[0]["params"]
+
+  if run.model.path == "random":
+    decoder = Decoder(model, dtype=jnp.dtype(dtype))
+    shapes = modules.abstract(decoder)["params"]
+    params = modules.init(
+      decoder, run.seed, ("params",), {"params": place_of(shapes)}
+    )["params"]
+    note = f"random weights, {flops.count_params(params):,} parameters"
+    return model, params, note
+
+  def put(name, array):
+    leaf = weights.unflatten({name: array})
+    return jax.tree.leaves(sharding.put(leaf, place_of(leaf)))[0]
+
+  loaded = weights.load_params(
+    run.model.path, dtype=dtype, put=put, channel_order=order
+  )
+  return loaded.config, loaded.params, str(loaded.report)
+
