@@ -26,18 +26,18 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
   c.route.rank = 32
   c.regroup.directions = 16
 
-  c.data.seq_len = 256
+  c.data.seq_len = 128
   c.data.batch_size = 8
   c.eval.windows = (256,)
   c.eval.max_tokens = 16384
   c.eval.batch_size = 16
   c.eval.calibration_tokens = 32768
 
-  c.routers.steps = 300
+  c.routers.steps = 250
   c.routers.lr = 5e-3
-  c.recover.steps = 200
+  c.recover.steps = 150
   c.recover.lr = 1e-3
-  c.dense_lora.steps = 200
+  c.dense_lora.steps = 150
   c.dense_lora.lr = 1e-3
   c.checkpoint.every = 50
 

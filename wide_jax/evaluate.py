@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wide_jax import routing, step
+from wide_jax import data, flops, routing, step, weights
 from wide_jax.axes import Tree
-from wide_jax.config import BudgetConfig
+from wide_jax.config import BudgetConfig, Method, RouteConfig
 from wide_jax.modules import Decoder
+from wide_jax.tokenizers import load_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,3 +158,26 @@ def _add(total, part):
   if total is None:
     return part
   return jax.tree.map(np.add, total, part)
+
+
+def perplexity_of_path(
+  path: str, text: str, window: int = 2048, dtype: str = "float32"
+) -> float:
+  """Rolling token perplexity of a dense model on disk.
+
+  Args:
+    path: what `weights.load_params` takes.
+    text: a text file, or `embedded`.
+    window: tokens a window; stride = window.
+    dtype: compute dtype.
+  """
+  loaded = weights.load_params(path, dtype=dtype)
+  ids = data.text_ids([text], load_tokenizer(path))
+  batches = window_batches(data.eval_windows(ids, window), 1)
+  decoder = Decoder(loaded.config, dtype=jnp.dtype(dtype))
+  macs = flops.layer_macs(
+    loaded.config, RouteConfig(method=Method.DENSE), window
+  )
+  place = functools.partial(jax.tree.map, jnp.asarray)
+  evaluator = Evaluator(decoder, place, macs)
+  return evaluator.score({"params": loaded.params}, None, batches).ppl

@@ -104,7 +104,7 @@ def model_config(run: RunConfig) -> ModelConfig:
   if run.model.path == "random":
     model = ModelConfig.from_hf(dict(run.model.shape))
   else:
-    model = weights.open_source(weights.resolve(run.model.path)).config
+    model = weights.read_config(run.model.path)
   run.route.check_against(model)
   return model
 

@@ -175,7 +175,8 @@ def _baselines(prepared: Prepared, results: dict, log) -> None:
 
 def _scores(run: RunConfig, scores: dict) -> dict:
   first = scores[run.eval.windows[0]].to_json()
-  return {**first, "windows": {w: s.to_json() for w, s in scores.items()}}
+  windows = {str(w): s.to_json() for w, s in scores.items()}
+  return {**first, "windows": windows}
 
 
 def _stage(prepared, phase: Phase, carried: dict, results: dict, log) -> dict:

@@ -1,11 +1,11 @@
 """Makes the embedded model: a small tokenizer and a small Llama.
 
-    python experiments/tiny_pretrained/run.py --out DIR [--sweep]
+    python experiments/tiny_pretrained/run.py --out DIR
 
-Both see the train part of the embedded plays alone. Training stops early, and
-candidates are compared, on the calibration part; the evaluation part is only
-scored. DIR gets `model/` (a Hugging Face directory), `result.json` and
-`curve.png`. The README beside this file has the answer.
+Both see the train part of the embedded plays alone. The step that is kept is
+chosen on the calibration part; the evaluation part is only scored. DIR gets
+`model/` (a Hugging Face directory), `result.json` and `curve.png`. The README
+beside this file has the answer.
 """
 
 import argparse
@@ -47,7 +47,7 @@ from wide_jax import (  # noqa: E402
   tokenizers,
 )
 from wide_jax.config import ModelConfig  # noqa: E402
-from wide_jax.safetensors_io import write_json  # noqa: E402
+from wide_jax.safetensors_io import read_json, write_json  # noqa: E402
 
 END = "<|endoftext|>"
 ROW = 1024  # tokens a training row, and the positions of the model
@@ -56,12 +56,11 @@ ROWS = 16
 EVERY = 50  # steps between two scores on the calibration part
 WINDOWS = (256, 1024)
 TRAIN_SCORED = 65536  # tokens of the train part that are scored in the end
-GOAL = 0.47  # perplexity over the bigram's: below 0.5, with a margin
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-  """One model to train; `large` ones only if no smaller one is good enough."""
+  """One model to train, and how."""
 
   vocab: int
   d_model: int
@@ -70,7 +69,6 @@ class Candidate:
   steps: int
   lr: float = 3e-3
   decay: float = 0.1
-  large: bool = False
 
   @property
   def name(self) -> str:
@@ -94,16 +92,7 @@ class Candidate:
     )
 
 
-# In order of promise: a sweep that runs out of time leaves out the last.
-SWEEP = (
-  Candidate(384, 192, 4, 0.15, 1500),
-  Candidate(512, 192, 4, 0.2, 1500),
-  Candidate(384, 192, 4, 0.25, 2000),
-  Candidate(448, 192, 4, 0.2, 1500),
-  Candidate(384, 128, 6, 0.1, 1500),
-  Candidate(384, 192, 6, 0.2, 1500, large=True),
-)
-CHOSEN = SWEEP[0]
+CHOSEN = Candidate(384, 192, 4, 0.15, 1500)
 
 
 # --- text --------------------------------------------------------------------
@@ -329,38 +318,40 @@ def score(c: Candidate, params, stream, tokenizer) -> dict[str, Any]:
   return out
 
 
-def preference(result: dict[str, Any]) -> tuple[bool, float]:
-  """Sorts candidates, best first, by the calibration part alone.
-
-  Among those that reach the goal the fewest nats a byte win (perplexity a
-  token does not compare across vocabularies); otherwise the lowest ratio.
-  """
-  on = result["scores"]["calibration"][f"window_{WINDOWS[0]}"]
-  missed = on["ratio"] > GOAL
-  return missed, on["ratio"] if missed else on["nats_a_byte"]
-
-
 # --- output ------------------------------------------------------------------
 
 
-def plot(curve, result, file: pathlib.Path) -> None:
+def plot(result: dict[str, Any], file: pathlib.Path) -> None:
   """Losses of training and of the calibration part over the steps."""
   matplotlib.use("Agg")
   import matplotlib.pyplot as plt
 
   on = result["scores"]["calibration"][f"window_{WINDOWS[0]}"]
-  fig, ax = plt.subplots(figsize=(6, 4), layout="constrained")
+  curve, best = result["curve"], result["best_step"]
   steps = [row["step"] for row in curve]
-  ax.plot(steps, [row["train"] for row in curve], label="train (with dropout)")
-  ax.plot(steps, [row["calibration"] for row in curve], label="calibration")
   base = math.log(on["bigram_ppl"])
-  ax.axhline(base, color="grey", ls="--", label="bigram, calibration")
+  lowest = min(row["calibration"] for row in curve)
+  fig, ax = plt.subplots(figsize=(7, 4.2), layout="constrained")
+  ax.plot(
+    steps, [row["train"] for row in curve], label="train part, with dropout"
+  )
+  ax.plot(
+    steps, [row["calibration"] for row in curve], label="calibration part"
+  )
+  ax.plot(best, lowest, "o", color="C1", label=f"stored: step {best}")
+  ax.axhline(base, color="grey", ls="--", label="bigram, calibration part")
   ax.axhline(
     base - math.log(2), color="grey", ls=":", label="half its perplexity"
   )
-  ax.set(xlabel="step", ylabel="nats a token", title=result["name"])
-  ax.legend()
-  fig.savefig(file, dpi=110)
+  ax.set(
+    xlabel="optimiser step",
+    ylabel="loss, nats a token",
+    title=f"The embedded model: {result['parameters'] / 1e6:.2f} M parameters",
+    xlim=(0, steps[-1]),
+  )
+  ax.spines[["top", "right"]].set_visible(False)
+  ax.legend(frameon=False)
+  fig.savefig(file, dpi=130)
   plt.close(fig)
 
 
@@ -380,8 +371,8 @@ def circumstances(seed: int, out: pathlib.Path) -> dict[str, Any]:
   }
 
 
-def run_one(c: Candidate, seed: int, out: pathlib.Path, others) -> dict:
-  """Trains and scores one candidate; writes it where it beats `others`."""
+def run_one(c: Candidate, seed: int, out: pathlib.Path) -> dict[str, Any]:
+  """Trains, scores and writes one candidate."""
   began = time.monotonic()
   with tempfile.TemporaryDirectory() as tmp:
     documents = text_sources.embedded_documents("train")
@@ -392,65 +383,48 @@ def run_one(c: Candidate, seed: int, out: pathlib.Path, others) -> dict:
     # What is scored is what is stored.
     stored = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
     params = jax.tree.map(lambda a: a.astype(jnp.float32), stored)
-    result = {
-      "name": c.name,
-      "candidate": dataclasses.asdict(c),
-      "parameters": sum(a.size for a in jax.tree.leaves(params)),
-      "train_tokens": len(stream),
-      "epochs": round(c.steps * ROW * ROWS / len(stream), 1),
-      "best_step": min(curve, key=lambda row: row["calibration"])["step"],
-      "scores": score(c, params, stream, tokenizer),
-      "seconds": round(time.monotonic() - began, 1),
-    }
-    if not others or preference(result) < min(map(preference, others)):
-      stored = jax.tree.map(np.asarray, stored)
-      export.write_hf(out / "model", c.model, stored, tokenizer_dir=tmp)
-      plot(curve, result, out / "curve.png")
-      result["curve"] = curve
-  return result
+    scores = score(c, params, stream, tokenizer)
+    stored = jax.tree.map(np.asarray, stored)
+    export.write_hf(out / "model", c.model, stored, tokenizer_dir=tmp)
+  return {
+    "name": c.name,
+    "candidate": dataclasses.asdict(c),
+    "parameters": sum(a.size for a in jax.tree.leaves(params)),
+    "train_tokens": len(stream),
+    "epochs": round(c.steps * ROW * ROWS / len(stream), 1),
+    "best_step": min(curve, key=lambda row: row["calibration"])["step"],
+    "scores": scores,
+    "seconds": round(time.monotonic() - began, 1),
+    "curve": curve,
+  }
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--out", type=pathlib.Path, required=True)
   parser.add_argument(
-    "--sweep", action="store_true", help="all candidates, not the chosen one"
-  )
-  parser.add_argument(
-    "--seconds",
-    type=float,
-    default=math.inf,
-    help="start no further candidate that would end later than this",
-  )
-  parser.add_argument(
     "--steps", type=int, help="train for so many steps instead (a try-out)"
   )
   parser.add_argument("--seed", type=int, default=17)
+  parser.add_argument(
+    "--redraw",
+    action="store_true",
+    help="train nothing; draw DIR/curve.png from DIR/result.json again",
+  )
   args = parser.parse_args()
+  if args.redraw:
+    plot(read_json(args.out / "result.json"), args.out / "curve.png")
+    return
   args.out.mkdir(parents=True, exist_ok=True)
-  began, results, longest = time.monotonic(), [], 0.0
-  for c in SWEEP if args.sweep else (CHOSEN,):
-    if args.steps:
-      c = dataclasses.replace(c, steps=args.steps)
-    if c.large and not all(preference(r)[0] for r in results):
-      continue
-    if results and time.monotonic() - began + longest > args.seconds:
-      print(f"no time left for {c.name}.")
-      break
-    results.append(run_one(c, args.seed, args.out, results))
-    longest = max(longest, results[-1]["seconds"])
-    on = results[-1]["scores"]["calibration"][f"window_{WINDOWS[0]}"]
-    print({"name": c.name, **on, "seconds": results[-1]["seconds"]}, flush=True)
-    best = min(results, key=preference)
-    rest = [
-      {k: v for k, v in r.items() if k != "curve"}
-      for r in results
-      if r is not best
-    ]
-    write_json(
-      args.out / "result.json",
-      {**circumstances(args.seed, args.out), **best, "others": rest},
-    )
+  c = CHOSEN
+  if args.steps:
+    c = dataclasses.replace(c, steps=args.steps)
+  result = run_one(c, args.seed, args.out)
+  print({"name": c.name, **result["scores"]["evaluation"]}, flush=True)
+  write_json(
+    args.out / "result.json", {**circumstances(args.seed, args.out), **result}
+  )
+  plot(result, args.out / "curve.png")
 
 
 if __name__ == "__main__":
