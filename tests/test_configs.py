@@ -2,7 +2,8 @@
 
 import ast
 import dataclasses
-import re
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -105,12 +106,10 @@ def test_every_field_is_read_outside_config(repo):
   assert not unread
 
 
-def test_range_of_jax_is_that_of_pyproject(repo):
+def test_ranges_are_those_of_pyproject(repo):
   project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
-  (jax,) = [d for d in project["dependencies"] if re.match(r"jax\W", d)]
-  low = ".".join(map(str, versions.JAX_LOWEST))
-  below = ".".join(map(str, versions.JAX_BELOW))
-  assert jax == f"jax>={low},<{below}"
+  for name in versions.RANGES:
+    assert versions.requirement(name) in project["dependencies"]
 
 
 @pytest.mark.parametrize(
@@ -133,5 +132,42 @@ def test_versions_check(version, ok):
       versions.check(version)
 
 
-def test_installed_jax_is_supported():
+def test_what_is_installed_is_supported():
   versions.check()
+
+
+def test_absent_and_wrong_packages_are_named(monkeypatch):
+  have = {"jax": "0.11.2", "flax": "0.12.7", "optax": "0.2.9"}
+  monkeypatch.setattr(versions, "_installed", have.get)
+  wrong, absent = versions.problems()
+  assert wrong.startswith("flax 0.12.7 is not supported: wide_jax needs flax")
+  assert absent.startswith("orbax-checkpoint is not installed: pip install")
+  with pytest.raises(ValueError, match="flax 0.12.7.*orbax-checkpoint is not"):
+    versions.check()
+
+
+def test_wrong_versions_are_named_at_import(repo):
+  """Trial J2, before jax is imported; a command line refuses in a line."""
+  code = (
+    "import importlib.metadata, sys, warnings\n"
+    "real = importlib.metadata.version\n"
+    "fake = lambda n: '0.9.1' if n == 'jax' else real(n)\n"
+    "importlib.metadata.version = fake\n"
+    "with warnings.catch_warnings(record=True) as seen:\n"
+    "  warnings.simplefilter('always')\n"
+    "  import wide_jax\n"
+    "assert 'jax' not in sys.modules\n"
+    "print(*[w.message for w in seen])\n"
+    "from wide_jax import cli\n"
+    "raise SystemExit(cli.run(lambda argv: 0, []))\n"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", code],
+    cwd=repo,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 2, done.stderr
+  assert done.stdout.startswith("jax 0.9.1 is not supported"), done.stdout
+  assert done.stderr.startswith("error: jax 0.9.1 is not supported")

@@ -38,7 +38,7 @@ RANKS = (
     "weights",
   },
   {"step"},
-  {"calibration", "evaluate"},
+  {"calibration", "evaluate", "language_model"},
   {"plan", "prepare", "stages"},
   {"train"},
 )

@@ -379,8 +379,14 @@ def test_paths_that_lead_somewhere(tmp_path):
   assert paths.resolve_model_path(str(tmp_path)) == tmp_path
 
 
-def test_directory_without_tokenizer_is_refused(tmp_path):
-  with pytest.raises(ValueError, match="has no tokenizer.json"):
+@pytest.mark.parametrize("config", [None, "llama", "qwen2"])
+def test_directory_without_tokenizer_is_refused(tmp_path, config):
+  """transformers makes an empty tokenizer of config.json alone."""
+  if config:
+    state = json.dumps({"model_type": config})
+    (tmp_path / "config.json").write_text(state)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+  with pytest.raises(ValueError, match="has no tokenizer: none of tokenizer"):
     load_tokenizer(tmp_path)
 
 

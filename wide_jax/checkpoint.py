@@ -235,7 +235,9 @@ class Checkpoints:
     flat = {name: _placed(leaf) for name, leaf in flat.items()}
     if not flat:
       return jax.tree_util.tree_unflatten(treedef, [])
-    partial = {"partial_restore": True} if len(flat) < len(saved) else {}
+    partial: dict[str, Any] = (
+      {"partial_restore": True} if len(flat) < len(saved) else {}
+    )
     args = ocp.args.PyTreeRestore(
       item=flat,
       restore_args=ocp.checkpoint_utils.construct_restore_args(flat),

@@ -122,7 +122,7 @@ def parse(
   flags.DEFINE_string(
     "data",
     "",
-    "Directory that relative paths of text in the config are taken from.",
+    "Directory that relative text paths in the config start from.",
     flag_values=values,
   )
   flags.DEFINE_bool(
@@ -244,12 +244,12 @@ def _as_sys_argv(argv: Sequence[str]) -> Generator[None]:
 def _help(about: str, values: flags.FlagValues) -> str:
   lines = [about.strip(), ""] if about.strip() else []
   lines += [
-    f"  --{'config':<10} NAME[:variant] or PATH.py[:variant].",
-    f"  --{'config.a.b':<10} Sets field b of section a of the config.",
+    f"  --{'config':<12} NAME[:variant] or PATH.py[:variant].",
+    f"  --{'config.a.b=c':<12} Sets field b of section a of the config to c.",
   ]
   for name in sorted(values):
     shown = name.replace("_", "-")
-    lines.append(f"  --{shown:<10} {values[name].help}")
+    lines.append(f"  --{shown:<12} {values[name].help}")
   return "\n".join([*lines, "", f"configs: {', '.join(config_names())}"])
 
 

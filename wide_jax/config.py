@@ -45,7 +45,9 @@ def from_config_dict(cls, cfg: Mapping[str, Any]):
   fields = {f.name: f for f in dataclasses.fields(cls)}
   unknown = sorted(set(cfg) - set(fields))
   if unknown:
-    raise ValueError(f"{cls.__name__} has no {unknown}; it has {sorted(fields)}.")
+    raise ValueError(
+      f"{cls.__name__} has no {unknown}; it has {sorted(fields)}."
+    )
   values = {}
   for name, value in cfg.items():
     kind = _dataclass_of(fields[name].type)
@@ -225,7 +227,9 @@ class ModelConfig:
       raise ValueError(
         f"{len(self.windows)} windows for n_layers={self.n_layers}."
       )
-    _check(min(self.windows) >= 0, f"windows={self.windows} must not be negative.")
+    _check(
+      min(self.windows) >= 0, f"windows={self.windows} must not be negative."
+    )
 
   @classmethod
   def from_hf(cls, cfg: Mapping[str, Any]) -> "ModelConfig":
@@ -235,7 +239,7 @@ class ModelConfig:
       ValueError: a model type, activation or key that is not supported, by
         name and value.
     """
-    kind = cfg.get("model_type")
+    kind: Any = cfg.get("model_type")
     _one_of("model_type", kind, tuple(_HF_DEFAULTS))
     quantised = cfg.get("quantization_config")
     _check(not quantised, f"quantization_config={quantised} is not supported.")
@@ -457,7 +461,8 @@ class RouteConfig:
     _one_of("router_input", self.router_input, ("residual", "normed"))
     _one_of("static_scores", self.static_scores, ("activation", "learned"))
     _check(
-      math.isfinite(self.logit_init), f"logit_init={self.logit_init} is not finite."
+      math.isfinite(self.logit_init),
+      f"logit_init={self.logit_init} is not finite.",
     )
 
   def check_against(self, model: ModelConfig) -> None:
@@ -541,9 +546,15 @@ class ModelSource:
   def __post_init__(self):
     _one_of("model.dtype", self.dtype, _DTYPES)
     _one_of("model.remat", self.remat, _REMAT)
-    _one_of("model.attention", self.attention, ("auto", "xla", "cudnn", "cudnn_mask", "triton", "splash"))
+    _one_of(
+      "model.attention",
+      self.attention,
+      ("auto", "xla", "cudnn", "cudnn_mask", "triton", "splash"),
+    )
     if (self.path == "random") != bool(self.shape):
-      raise ValueError("model.shape goes with model.path='random', and only there.")
+      raise ValueError(
+        "model.shape goes with model.path='random', and only there."
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -640,7 +651,9 @@ class BudgetConfig:
   def __post_init__(self):
     _within("budget.target", self.target, 0.0, 1.0)
     _one_of("budget.rate", self.rate, ("mean", "flops"))
-    _one_of("budget.thresholds", self.thresholds, ("global", "per_kind", "per_layer"))
+    _one_of(
+      "budget.thresholds", self.thresholds, ("global", "per_kind", "per_layer")
+    )
     _at_least("budget.alpha", self.alpha, 0.0)
     if (self.attn_target is None) != (self.ffn_target is None):
       raise ValueError(
@@ -651,7 +664,9 @@ class BudgetConfig:
       if getattr(self, name) is not None:
         _within(f"budget.{name}", getattr(self, name), 0.0, 1.0)
         if self.thresholds == "global":
-          raise ValueError("separate targets need budget.thresholds='per_kind'.")
+          raise ValueError(
+            "separate targets need budget.thresholds='per_kind'."
+          )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ Every array that leaves this module has the same five names, `[B, T]`:
 import functools
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -191,7 +191,7 @@ class Batches:
 
 def prefetch(
   fn: Callable[[int], Any], first_step: int, last_step: int, size: int = 2
-) -> Iterator[tuple[int, Any]]:
+) -> Generator[tuple[int, Any]]:
   """Yields `(step, fn(step))` for first_step <= step < last_step.
 
   A thread works up to `size` steps ahead. What `fn` raises is raised here at

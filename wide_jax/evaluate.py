@@ -91,7 +91,9 @@ class Evaluator:
     curves = decoder.copy(capture=("curves",))
     self._curves = jax.jit(functools.partial(step.eval_step, curves))
 
-  def _sums(self, fn, variables, thresholds, batches: Iterable[dict], watch=None):
+  def _sums(
+    self, fn, variables, thresholds, batches: Iterable[dict], watch=None
+  ):
     """Adds up one pass on the host in float64."""
     total = None
     pending = None

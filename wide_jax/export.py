@@ -17,7 +17,7 @@ import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,7 @@ _ARCHITECTURES = {
 @contextlib.contextmanager
 def replace_directory(
   place: str | os.PathLike, marker: str
-) -> Iterator[pathlib.Path]:
+) -> Generator[pathlib.Path]:
   """`with replace_directory(place, marker) as tmp`: fill `tmp`, get `place`.
 
   Whatever was at `place` stays until everything is written. An exception
@@ -192,7 +192,7 @@ def save_export(
     "format": FORMAT,
     "base": base,
     "model": dataclasses.asdict(model_config),
-    "route": dataclasses.asdict(route) | {"method": route.method.value},
+    "route": dataclasses.asdict(route) | {"method": str(route.method)},
     "groups": route.groups(model_config),
     "lora": None if lora_config is None else dataclasses.asdict(lora_config),
     "thresholds": None
@@ -206,7 +206,7 @@ def save_export(
   }
   with replace_directory(folder, EXPORT) as tmp:
     write_safetensors(tmp / ROUTERS, [item(*kv) for kv in tensors.items()])
-    if lora is not None:
+    if lora is not None and lora_config is not None:
       save_adapter(
         tmp,
         lora,
@@ -372,14 +372,18 @@ def write_hf(
   hf = _hf_config(config, flat, tokenizer_dir)
   with replace_directory(folder, "config.json") as tmp:
     _write_shards(tmp, _hf_items(config, flat, inverse), shard_bytes)
-    for name in _TOKENIZER_FILES if tokenizer_dir is not None else ():
-      source = pathlib.Path(tokenizer_dir) / name
-      if source.is_file():
-        shutil.copyfile(source, tmp / name)
+    if tokenizer_dir is not None:
+      _copy_tokenizer(pathlib.Path(tokenizer_dir), tmp)
     for name, text in (files or {}).items():
       (tmp / name).write_text(text, encoding="utf-8")
     write_json(tmp / "config.json", hf)
   return pathlib.Path(folder)
+
+
+def _copy_tokenizer(source: pathlib.Path, folder: pathlib.Path) -> None:
+  for name in _TOKENIZER_FILES:
+    if (source / name).is_file():
+      shutil.copyfile(source / name, folder / name)
 
 
 def _hf_config(config: ModelConfig, flat, tokenizer_dir) -> dict[str, Any]:

@@ -200,7 +200,9 @@ def perplexity_bars(
   if not bars:
     raise ValueError("the summary holds no finite perplexity.")
   names = [
-    name if not s else f"{name}\n{100 * s.get('realised', s.get('mean')):.1f}% skipped"
+    name
+    if not s
+    else f"{name}\n{100 * s.get('realised', s.get('mean')):.1f}% skipped"
     for name, _, s in bars
   ]
   values = [float(ppl) for _, ppl, _ in bars]

@@ -18,9 +18,13 @@ CHUNK_LOGITS = 1 << 28  # logits held at once, over all rows: 1 GiB in float32
 
 
 def _chunks(rows: int, length: int, vocab: int) -> int:
-  """Number of equal chunks of the sequence: the fewest that fit."""
-  want = -(-rows * length * vocab // CHUNK_LOGITS)
-  return next(n for n in range(max(want, 1), length + 1) if length % n == 0)
+  """Number of equal chunks of the sequence: the fewest that fit.
+
+  One token of every row at a time is the least there is.
+  """
+  want = max(-(-rows * length * vocab // CHUNK_LOGITS), 1)
+  want = min(want, length)
+  return next(n for n in range(want, length + 1) if length % n == 0)
 
 
 def _split(x: Array, n: int) -> Array:
@@ -67,6 +71,8 @@ def next_token_loss(
 
   A token of weight 0 adds nothing to value or gradient, whatever its target.
   """
+  # An index outside the vocabulary (-100, say) gathers a NaN, times 0 a NaN.
+  targets_BT = jnp.where(weights_BT > 0, targets_BT, 0)
   return (token_losses(hidden_BTD, table_VD, targets_BT) * weights_BT).sum()
 
 

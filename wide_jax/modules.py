@@ -516,7 +516,9 @@ def init(
       for i, name in enumerate(("params", "router", "lora"))
     }
     one = jnp.zeros((1, 2), jnp.int32)
-    variables = decoder.copy(attention="xla", capture=()).init(rngs, one, one, one + 1)
+    variables = decoder.copy(attention="xla", capture=()).init(
+      rngs, one, one, one + 1
+    )
     return {name: variables.get(name, {}) for name in collections}
 
   return jax.jit(make, out_shardings=shardings)(jax.random.key(seed))
@@ -581,7 +583,11 @@ def _walk_step(block, capture, layer_params, x_BTD, per_layer, shared):
 
 
 def layer_walk(
-  decoder: Decoder, params: Tree, ids_BT: Ids, segments_BT: Segments, positions_BT: Positions
+  decoder: Decoder,
+  params: Tree,
+  ids_BT: Ids,
+  segments_BT: Segments,
+  positions_BT: Positions,
 ) -> Iterator[dict[str, Array]]:
   """Visits the dense layers one by one, for calibration on activations.
 

@@ -4,8 +4,8 @@ Training attention: `cudnn` (packed rows), `cudnn_mask`, `triton`, `splash`
 (TPU) or `xla` (everywhere, the specification). All honour segment ids, so that
 packed documents never see each other; padding has segment 0. Measured on one
 H200 (experiments/attention_paths), forward and backward, 16 x 2,048 tokens, 9
-query and 3 kv heads of 64: cudnn 1.29 ms with segments (1.32 ms without any),
-cudnn_mask 1.98 ms, triton 2.82 ms, xla 18.2 ms.
+query and 3 kv heads of 64: cudnn 1.37 ms with segments (1.64 ms without any),
+cudnn_mask 2.22 ms, triton 3.04 ms, xla 18.3 ms.
 """
 
 import functools
@@ -20,9 +20,7 @@ from wide_jax.axes import Keys, Queries, Segments
 _NEG = -1e30
 
 
-def attention_mask(
-  segments_BT: Segments, window: int | Array
-) -> Array:
+def attention_mask(segments_BT: Segments, window: int | Array) -> Array:
   """Boolean mask [B, 1, T, S]: causal, same segment, inside the window.
 
   A token always sees itself, so no softmax row is empty. `window` is a number
@@ -199,7 +197,10 @@ def _why_not(
     return None
   if not uniform:
     return "windows differ between layers"
-  if path in ("cudnn", "cudnn_mask", "triton") and platform not in ("gpu", "cuda"):
+  if path in ("cudnn", "cudnn_mask", "triton") and platform not in (
+    "gpu",
+    "cuda",
+  ):
     return f"needs an NVIDIA GPU, this is {platform}"
   if path == "splash" and platform != "tpu":
     return f"needs a TPU, this is {platform}"
@@ -245,6 +246,9 @@ def pick_attention(
   """
   case = (platform, dtype, length, head_dim, window, max_segments)
   if want != "auto":
+    if want not in _PATHS:
+      names = ("auto", *_PATHS)
+      raise ValueError(f"model.attention={want!r} must be one of {names}.")
     if reason := _why_not(want, *case):
       raise ValueError(f"model.attention={want!r} cannot run here: {reason}.")
     return want, {}

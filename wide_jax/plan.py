@@ -17,8 +17,8 @@ ASSUMED_MFU = 0.12
 
 def describe(run: RunConfig) -> str:
   """A table a stage: FLOPs, memory on one device, expected hours."""
-  model = prepare.model_config(run)
-  devices = jax.devices()
+  model, mesh = prepare.check_devices(run)
+  devices = list(mesh.devices.flat)
   peak = flops.peak_flops(devices[0].device_kind, run.model.dtype)
   assumed = f"{100 * ASSUMED_MFU:.0f}% of the device's peak"
   rate = None if peak is None else peak * ASSUMED_MFU * len(devices)
@@ -34,8 +34,6 @@ def describe(run: RunConfig) -> str:
     window=model.windows[0] if len(set(model.windows)) == 1 else None,
     max_segments=1,
   )
-  ways = max(run.mesh.fsdp, 1) * max(run.mesh.tensor, 1)
-  data_ways = max(len(devices) // max(run.mesh.tensor, 1), 1)
   lines = [f"attention path: {path}"]
   rows = []
   for phase in Phase:
@@ -53,13 +51,13 @@ def describe(run: RunConfig) -> str:
       variables,
       model,
       names,
-      rows=-(-run.data.batch_size // data_ways),
+      rows=run.data.batch_size // (mesh.shape["data"] * mesh.shape["fsdp"]),
       seq_len=run.data.seq_len,
       dtype=run.model.dtype,
       remat=run.model.remat,
       materialised_scores=path == "xla",
-      fsdp=ways // max(run.mesh.tensor, 1),
-      tensor=max(run.mesh.tensor, 1),
+      fsdp=mesh.shape["fsdp"],
+      tensor=mesh.shape["tensor"],
     )
     per_token = flops.train_flops_per_token(
       model, route, run.data.seq_len, names, lora, kl=stage.kl > 0
@@ -80,7 +78,7 @@ def describe(run: RunConfig) -> str:
   if rows:
     lines.append(metrics.table(rows, list(rows[0])))
   lines.append(
-    f"memory in GiB on one device of {len(devices)}; time at {assumed}."
+    f"memory in GiB a device, {len(devices)} in the mesh; time at {assumed}."
     " Nothing was started."
   )
   return "\n".join(lines)

@@ -17,7 +17,10 @@ from wide_jax import (
   flops,
   metrics,
   modules,
+  ops,
+  rope,
   sharding,
+  text_sources,
   weights,
 )
 from wide_jax.config import Method, ModelConfig, RunConfig
@@ -28,6 +31,9 @@ from wide_jax.tokenizers import Tokenizer, load_tokenizer
 # More documents than this in one row, and a row is masked instead of split:
 # the packed attention path makes room for so many sequences in every row.
 MOST_SEGMENTS = 32
+
+# In the work directory: the channel order that this run settled on.
+ORDER = "channel_order.npy"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,20 +112,74 @@ def model_config(run: RunConfig) -> ModelConfig:
   else:
     model = weights.read_config(run.model.path)
   run.route.check_against(model)
+  if run.route.method is not Method.DENSE:
+    # Every method is compared with random masks over the groups of `wide`.
+    dataclasses.replace(run.route, method=Method.RANDOM).check_against(model)
   return model
 
 
-def prepare(run: RunConfig, workdir: pathlib.Path) -> Prepared:
-  """Loads the model and tokenises the text; see `Prepared`."""
+def check_devices(run: RunConfig) -> tuple[ModelConfig, Mesh]:
+  """The model's shape and the mesh, where the run fits both.
+
+  Raises:
+    ValueError, FileNotFoundError: the model cannot be read, or the mesh, the
+      batch, a length or the attention path does not fit.
+  """
+  model = model_config(run)
   mesh = sharding.make_mesh(run.mesh)
   sharding.batch_spec(mesh, (run.data.batch_size, run.data.seq_len))
-  model = model_config(run)
+  for length in (run.data.seq_len, *run.eval.windows):
+    rope.check_length(model, length)
+    ops.pick_attention(
+      run.model.attention,
+      platform=jax.default_backend(),
+      dtype=jnp.dtype(run.model.dtype),
+      length=length,
+      head_dim=model.head_dim,
+      window=model.windows[0] if len(set(model.windows)) == 1 else None,
+      max_segments=1,
+    )
+  return model, mesh
+
+
+def check(run: RunConfig) -> None:
+  """Refuses in seconds what would stop `run` later; writes nothing.
+
+  Raises:
+    ValueError, FileNotFoundError: as `check_devices`; or the tokenizer or a
+      text is missing.
+  """
+  model, _ = check_devices(run)
+  _tokenizer(run, model)
+  for part, names in (
+    ("train", run.data.train),
+    ("calibration", run.data.calibration),
+    ("evaluation", (run.eval.text,)),
+  ):
+    text_sources.resolve_sources(names, part=part)
+
+
+def _tokenizer(run: RunConfig, model: ModelConfig) -> Tokenizer:
   tokenizer = load_tokenizer(run.model.tokenizer or run.model.path)
   if tokenizer.vocab > model.vocab:
     raise ValueError(
       f"the tokenizer has {tokenizer.vocab} ids, the model only {model.vocab}."
     )
+  return tokenizer
+
+
+def prepare(run: RunConfig, workdir: pathlib.Path) -> Prepared:
+  """Loads the model and tokenises the text; see `Prepared`.
+
+  The small texts come first: what is wrong with them is told before a large
+  corpus is tokenised.
+  """
+  model, mesh = check_devices(run)
+  tokenizer = _tokenizer(run, model)
   cache = pathlib.Path(run.data.cache_dir or workdir / "cache")
+  row_ways = mesh.shape["data"] * mesh.shape["fsdp"]
+  halves = _calibration(run, tokenizer, cache, row_ways)
+  texts = _texts(run, tokenizer, row_ways)
   training = data.load_tokens(
     run.data.train,
     tokenizer,
@@ -129,15 +189,16 @@ def prepare(run: RunConfig, workdir: pathlib.Path) -> Prepared:
     max_tokens=run.data.max_tokens,
   )
   rows = data.Rows(training, run.data.seq_len, run.data.packing)
-  notes = [f"training text: {data.describe(training, rows)}"]
-  row_ways = mesh.shape["data"] * mesh.shape["fsdp"]
-  halves = _calibration(run, tokenizer, cache, row_ways)
-  texts = _texts(run, tokenizer, row_ways)
 
-  order_file = workdir / "channel_order.npy"
+  order_file = workdir / ORDER
   order = np.load(order_file) if order_file.exists() else None
-  model, params, note = _load(run, model, mesh, order)
-  notes.append(note)
+  known = order is not None
+  model, params, order, note = _load(run, model, mesh, order)
+  notes = [note]
+  if known:
+    notes.append(f"channel order read from {order_file}")
+  notes.append(f"training text: {data.describe(training, rows)}")
+  notes.append(_describe_texts(run, halves, texts))
   segments = max(rows.max_segments, *(_segments(h) for h in halves))
   prepared = Prepared(
     run=run,
@@ -155,14 +216,44 @@ def prepare(run: RunConfig, workdir: pathlib.Path) -> Prepared:
   )
   if order is None and _regroups(run, model):
     prepared = _regroup(prepared, rows, order_file)
-    notes.append("channels regrouped")
+    groups = f"{run.route.groups(model)['ffn']} groups of {run.route.ffn_group}"
+    notes.append(f"FFN channels regrouped: {groups} in each layer")
   if run.route.method is Method.STATIC_WIDTH:
     batch = _first_tokens(rows, run.regroup.tokens, run.seed)
     static = calibration.static_logits(
       prepared.decoder(None, None), prepared.params, batch, run.route
     )
     prepared = dataclasses.replace(prepared, static=static)
+  notes += _mesh_notes(prepared)
   return dataclasses.replace(prepared, notes=tuple(notes))
+
+
+def _describe_texts(run: RunConfig, halves, texts) -> str:
+  """One sentence about the held-out texts."""
+  first, second = (
+    sum(int((b["segments"] > 0).sum()) for b in half) for half in halves
+  )
+  window = run.eval.windows[0]
+  scored = sum(int(b["weights"].sum()) for b in texts[window])
+  return (
+    f"held-out text: {first:,} tokens set thresholds, {second:,} check them;"
+    f" {scored:,} tokens scored in windows of {window}"
+  )
+
+
+def _mesh_notes(prepared: Prepared) -> list[str]:
+  """What the mesh is, and what it could not split."""
+  mesh, run = prepared.mesh, prepared.run
+  if jax.device_count() == 1:
+    return []
+  sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+  note = f"mesh: {sizes}; {mesh.size} of {jax.device_count()} devices"
+  variables = modules.abstract(prepared.decoder(run.route, run.lora))
+  groups = run.route.groups(prepared.model)
+  return [
+    note,
+    *sharding.specs(variables, prepared.model, groups, mesh)[1],
+  ]
 
 
 def _regroups(run: RunConfig, model: ModelConfig) -> bool:
@@ -194,7 +285,8 @@ def _regroup(prepared: Prepared, rows: data.Rows, file) -> Prepared:
       np.save(f, order)
   params = weights.permute_channels(prepared.params, order)
   return dataclasses.replace(
-    prepared, params=prepared.shard({"params": params}, None)["params"],
+    prepared,
+    params=prepared.shard({"params": params}, None)["params"],
     channel_order=order,
   )
 
@@ -246,8 +338,7 @@ def _texts(run, tokenizer: Tokenizer, ways: int) -> dict[int, list]:
   )
   size = _rows_a_batch(run.eval.batch_size, ways)
   return {
-    w: window_batches(data.eval_windows(ids, w), size)
-    for w in run.eval.windows
+    w: window_batches(data.eval_windows(ids, w), size) for w in run.eval.windows
   }
 
 
@@ -261,7 +352,10 @@ def _segments(batches: list) -> int:
 
 
 def _load(run: RunConfig, model: ModelConfig, mesh, order):
-  """(model, params on the mesh, one sentence about the file)."""
+  """(model, params on the mesh, their channel order, one sentence).
+
+  The order is the one given, or that of an export directory, or None.
+  """
   groups = run.route.groups(model)
   dtype = run.model.dtype
 
@@ -274,8 +368,11 @@ def _load(run: RunConfig, model: ModelConfig, mesh, order):
     params = modules.init(
       decoder, run.seed, ("params",), {"params": place_of(shapes)}
     )["params"]
-    note = f"random weights, {flops.count_params(params):,} parameters"
-    return model, params, note
+    if order is not None:
+      params = weights.permute_channels(params, order)
+      params = sharding.put(params, place_of(params))
+    count = flops.count_params(params)
+    return model, params, order, f"random weights, {count:,} parameters"
 
   def put(name, array):
     leaf = weights.unflatten({name: array})
@@ -284,5 +381,5 @@ def _load(run: RunConfig, model: ModelConfig, mesh, order):
   loaded = weights.load_params(
     run.model.path, dtype=dtype, put=put, channel_order=order
   )
-  return loaded.config, loaded.params, str(loaded.report)
-
+  note = f"model {run.model.path}: {loaded.report}"
+  return loaded.config, loaded.params, loaded.channel_order, note

@@ -7,10 +7,18 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from wide_jax import checkpoint, data, export, flops, metrics, modules, sharding
+from wide_jax import (
+  checkpoint,
+  data,
+  export,
+  flops,
+  metrics,
+  modules,
+  routing,
+  sharding,
+)
 from wide_jax import step as steps
 from wide_jax.config import Method, Phase, RouteConfig
 from wide_jax.evaluate import Score
@@ -124,11 +132,11 @@ class Stage:
     """Trains to the last step, from the newest checkpoint if there is one.
 
     Returns:
-      {"tokens_per_s", "mfu", "skipped_steps"} of this process (None where
+      {"tokens_per_s", "mfu", "peak_memory_bytes"} of this process (None where
       nothing was left to do). The trained collections are in `variables`.
     """
     if not self.plan.names or not self.config.steps:
-      return {}
+      return dict.fromkeys(("tokens_per_s", "mfu", "peak_memory_bytes"))
     trainable, frozen = steps.split(self.variables, self.plan.names)
     state, places = self._fresh_state(trainable)
     thresholds = self._fixed_thresholds()
@@ -143,9 +151,9 @@ class Stage:
     )
     with self.checkpoints() as store:
       start = store.latest() or 0
+      print(self._headline(trainable, start), flush=True)
       if start:
         state = store.restore(start, sharding.abstract(state, places))
-        print(f"{self.plan.phase.value}: going on from step {start}")
       with contextlib.closing(
         data.prefetch(self._host_batch, start, self.config.steps)
       ) as stream:
@@ -156,14 +164,40 @@ class Stage:
     self.variables = {**frozen, **state["trainable"]}
     return speed
 
+  @property
+  def _tokens_per_step(self) -> int:
+    rows = self.run.data.batch_size * self.config.accumulate
+    return rows * self.run.data.seq_len
+
+  def _headline(self, trainable, start: int) -> str:
+    name, last = self.plan.phase.value, self.config.steps
+    if start == last:
+      return f"{name}: trained already, read from its checkpoint"
+    text = (
+      f"{name}: trains {' + '.join(self.plan.names)}"
+      f" ({flops.count_params(trainable):,} parameters) in {last:,} steps of"
+      f" {self._tokens_per_step:,} tokens"
+    )
+    return f"{text}, going on from step {start:,}" if start else text
+
+  def _target(self) -> float | None:
+    """What `budget.rate` should become; None for the dense model."""
+    budget = self.run.budget
+    if self.plan.route is None:
+      return None
+    if budget.attn_target is None or budget.ffn_target is None:
+      return budget.target
+    ones = np.ones(self.p.model.n_layers)
+    skips = {"attn": budget.attn_target * ones, "ffn": budget.ffn_target * ones}
+    return float(routing.sparsity(skips, self.macs)[budget.rate])
+
   def _host_batch(self, step: int) -> dict:
     return self.p.batches.accumulated(step, self.config.accumulate)
 
   def _loop(self, step_fn, state, frozen, thresholds, stream, start, store):
     run, phase = self.run, self.plan.phase.value
     last = self.config.steps
-    per_step = run.data.batch_size * run.data.seq_len * self.config.accumulate
-    target = run.budget.target if self.plan.route is not None else None
+    per_step, target = self._tokens_per_step, self._target()
     clock, told = _Clock(), start
     with metrics.Bar(phase, last, start=start, target=target) as bar:
       for step, batch in stream:
@@ -178,12 +212,13 @@ class Stage:
           loss, rate = self._write(done, jax.device_get(out), clock, target)
           tokens, told = (done - told) * per_step, done
           bar.update(done, tokens, loss=loss, realised=rate)
-        if store.should_save(done) or done == last:
-          store.save(done, state, self._meta(done), force=True)
         every = run.eval.every
         if every and done % every == 0 and done < last:
           with clock.paused(state):
             self._evaluate_inside(done, {**frozen, **state["trainable"]})
+        # Last, since a run that goes on from here repeats nothing above.
+        if store.should_save(done) or done == last:
+          store.save(done, state, self._meta(done), force=True)
     clock.stop(state)
     return {"state": state, **self._speed(clock)}
 
@@ -228,10 +263,19 @@ class Stage:
       "config": metrics.to_plain(dataclasses.asdict(self.run)),
     }
 
+  def _logged_rate(self) -> float | None:
+    """Speed by the last line of this stage, written by an earlier process."""
+    rates = [
+      row.get("tokens_per_s")
+      for row in metrics.read_metrics(self.log.path)
+      if row["stage"] == self.plan.phase.value and row["kind"] == "train"
+    ]
+    return rates[-1] if rates else None
+
   def _speed(self, clock: "_Clock") -> dict:
-    rate = clock.rate
+    rate = clock.rate or self._logged_rate()
     if rate is None:
-      return {"tokens_per_s": None, "mfu": None}
+      return {"tokens_per_s": None, "mfu": None, "peak_memory_bytes": None}
     per_token = flops.train_flops_per_token(
       self.p.model,
       self.plan.route or RouteConfig(method=Method.DENSE),
@@ -241,12 +285,12 @@ class Stage:
       kl=self.config.kl > 0,
     )
     devices = self.p.mesh.devices
-    peak = flops.peak_flops(
-      devices.flat[0].device_kind, self.run.model.dtype
-    )
+    peak = flops.peak_flops(devices.flat[0].device_kind, self.run.model.dtype)
+    memory = devices.flat[0].memory_stats() or {}  # None on a CPU
     return {
       "tokens_per_s": rate,
       "mfu": flops.mfu(per_token, rate, peak, devices.size),
+      "peak_memory_bytes": memory.get("peak_bytes_in_use"),
     }
 
   # --- evaluation ------------------------------------------------------------
@@ -283,7 +327,7 @@ class Stage:
       variables, thresholds, self.p.texts[window]
     )
     self.log.write(self.plan.phase.value, step, "eval", **score.to_json())
-    print(f"{self.plan.phase.value} {step}: {describe(score)}")
+    print(f"{self.plan.phase.value} {step}: {describe(score)}", flush=True)
 
   def evaluate(self) -> dict:
     """Calibrates, checks on the other half, scores the text; see `Prepared`.
@@ -298,9 +342,12 @@ class Stage:
       held_out = self.evaluator(self.run.data.seq_len).score(
         variables, thresholds, self.p.calibration[1]
       )
-      out["sparsity"] = _sparsity(self.run, held_out)
+      out["sparsity"] = self._sparsity(held_out)
       out["calibration_gap"] = gap
       out["thresholds"] = thresholds
+    else:
+      kinds = ("target", "realised", "mean", "attention", "ffn", "flops")
+      out["sparsity"] = dict.fromkeys(kinds, 0.0)
     scores = {
       w: self.evaluator(w).score(variables, thresholds, batches)
       for w, batches in self.p.texts.items()
@@ -311,10 +358,24 @@ class Stage:
     out["keep"] = first.keep
     return metrics.to_plain(out)
 
+  def _sparsity(self, score: Score) -> dict:
+    """The `sparsity` object of summary.json: realised on the checking half."""
+    rate = self.run.budget.rate
+    return {
+      "target": self._target(),
+      "rate": rate,
+      "realised": score.sparsity[rate],
+      **score.sparsity,
+      "tokens": score.tokens,
+    }
+
   def save(self, result: dict) -> None:
     """Writes the export directory of this stage."""
-    kept = {k: jax.device_get(self.variables[k]) for k in ("router", "lora")
-            if k in self.variables}
+    kept = {
+      k: jax.device_get(self.variables[k])
+      for k in ("router", "lora")
+      if k in self.variables
+    }
     export.save_export(
       self.p.workdir / "export" / self.plan.phase.value,
       base=self.run.model.path,
@@ -330,17 +391,6 @@ class Stage:
         "seed": self.run.seed,
       },
     )
-
-
-def _sparsity(run, score: Score) -> dict:
-  """The `sparsity` object of summary.json: realised on the checking half."""
-  return {
-    "target": run.budget.target,
-    "rate": run.budget.rate,
-    "realised": score.sparsity[run.budget.rate],
-    **score.sparsity,
-    "tokens": score.tokens,
-  }
 
 
 def describe(score: Score) -> str:

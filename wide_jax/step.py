@@ -129,7 +129,9 @@ def init_state(trainable: Tree, stage: StageConfig) -> dict:
   }
 
 
-def _loss(spec: StepSpec, trainable, frozen, batch, total, key, step, thresholds):
+def _loss(
+  spec: StepSpec, trainable, frozen, batch, total, key, step, thresholds
+):
   """Loss of one micro-batch and its sums; see `train_step` for the weights."""
   gate_key, drop_key = jax.random.split(key)
   if spec.gate_mode == "train":
@@ -168,7 +170,9 @@ def _loss(spec: StepSpec, trainable, frozen, batch, total, key, step, thresholds
   return value, sums
 
 
-def train_step(spec: StepSpec, state: dict, frozen: Tree, batches: Tree, thresholds):
+def train_step(
+  spec: StepSpec, state: dict, frozen: Tree, batches: Tree, thresholds
+):
   """One optimiser step over A micro-batches.
 
   Micro-batches are weighted by their target tokens: the language-model loss is
@@ -190,9 +194,7 @@ def train_step(spec: StepSpec, state: dict, frozen: Tree, batches: Tree, thresho
   key = jax.random.fold_in(jax.random.key(spec.run.seed), step)
   key = jax.random.fold_in(key, list(Phase).index(spec.phase))
   total = jnp.maximum(batches["weights"].sum(), 1.0)
-  grad_fn = jax.value_and_grad(
-    lambda *args: _loss(spec, *args), has_aux=True
-  )
+  grad_fn = jax.value_and_grad(lambda *args: _loss(spec, *args), has_aux=True)
 
   def micro(index_and_batch):
     index, batch = index_and_batch
@@ -259,7 +261,9 @@ def train_step(spec: StepSpec, state: dict, frozen: Tree, batches: Tree, thresho
   return new_state, metrics
 
 
-def eval_step(decoder: Decoder, variables: Tree, batch: Tree, thresholds) -> dict:
+def eval_step(
+  decoder: Decoder, variables: Tree, batch: Tree, thresholds
+) -> dict:
   """Sums over one batch of windows at fixed thresholds.
 
   Returns:

@@ -198,8 +198,8 @@ class _Job:
 
   def _encode_texts(self, report) -> Iterator[tuple[list[int], None]]:
     tok = self.tokenizer
-    start = [tok.bos_id] if tok.add_bos else []
-    end = [tok.document_end_id]
+    start = [tok.bos_id] if tok.add_bos and tok.bos_id is not None else []
+    end: list[int] = [tok.document_end_id]
     texts = text_sources.read_texts(self.sources, self.key, report)
     for batch in _batches(texts):
       for ids in tok.encode_batch(batch):
@@ -262,7 +262,7 @@ def _open_entry(base: pathlib.Path) -> TokenSet | None:
       return None
     checksum = 0
     for at in range(0, len(raw), 1 << 24):
-      checksum = zlib.crc32(raw[at : at + (1 << 24)], checksum)
+      checksum = zlib.crc32(raw[at : at + (1 << 24)].data, checksum)
     return _unpack(raw, meta) if checksum == meta["crc32"] else None
   except (OSError, ValueError, KeyError, TypeError):
     return None

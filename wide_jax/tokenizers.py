@@ -24,6 +24,9 @@ from wide_jax import chat, gguf_tokenizer, paths
 # of a chat turn; the first that is a control token of the vocabulary is used.
 _DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
+# What slow tokenizers keep their vocabulary in.
+_VOCABULARIES = ("vocab.json", "tokenizer.model", "tekken.json", "vocab.txt")
+
 
 class Tokenizer:
   """A tokenizer and what its model wants around a text.
@@ -261,6 +264,12 @@ def _read_core(place: pathlib.Path) -> tokenizers.Tokenizer:
       return tokenizers.Tokenizer.from_file(str(file))
     except Exception as e:  # the library raises plain Exception
       raise ValueError(f"{file} cannot be read: {e}") from e
+  if not any((place / name).exists() for name in _VOCABULARIES):
+    # transformers would make a tokenizer of nothing, and encode to nothing.
+    raise ValueError(
+      f"{place} has no tokenizer: none of tokenizer.json,"
+      f" {', '.join(_VOCABULARIES)} is there."
+    )
   try:
     import transformers
 

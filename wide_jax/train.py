@@ -1,11 +1,11 @@
 """Trains width routers, then routers and LoRA, on a pretrained model.
 
-  python -m wide_jax.train --config tiny --workdir DIR [--config.a.b=c]
-      [--data DIR] [--dry-run]
+  python -m wide_jax.train --config NAME --workdir DIR [--data DIR]
+      [--config.a.b=c ...] [--dry-run]
 
 Writes to the work directory: metrics.jsonl, checkpoints/, tensorboard/,
 export/<stage>/, figures/ and summary.json. The same command goes on where a
-killed run stopped.
+killed run stopped. A first run that needs no data: --config tiny.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import dataclasses
 import fcntl
 import json
 import pathlib
+import shutil
 import sys
 from collections.abc import Generator
 from typing import Any
@@ -23,11 +24,13 @@ import numpy as np
 from wide_jax import cli, figures, metrics, prepare, stages
 from wide_jax import plan as plans
 from wide_jax.checkpoint import Checkpoints
-from wide_jax.config import Method, Phase, RouteConfig, RunConfig
+from wide_jax.config import Method, Phase, RunConfig
 from wide_jax.prepare import Prepared
 
 # What may differ between a run and the run that goes on from it.
 _MAY_CHANGE = ("mesh", "device", "log_every", "checkpoint")
+_CONFIG = "config.json"
+_SHOWN = ("target", "realised", "attention", "ffn", "flops")
 
 
 def main(argv: list[str]) -> int:
@@ -39,7 +42,7 @@ def main(argv: list[str]) -> int:
   workdir = pathlib.Path(flags.workdir).expanduser().absolute()
   if workdir.exists() and not workdir.is_dir():
     raise ValueError(f"--workdir {str(workdir)!r} is not a directory.")
-  prepare.model_config(run)  # a wrong model is refused before anything is made
+  prepare.check(run)  # mistakes are refused before anything is made
   with _only_run_in(workdir):
     train(run, workdir)
   return 0
@@ -53,6 +56,8 @@ def train(run: RunConfig, workdir: pathlib.Path) -> dict:
   """
   results = _open_results(run, workdir)
   prepared = prepare.prepare(run, workdir)
+  # From here on the directory belongs to this configuration.
+  metrics.write_json(workdir / _CONFIG, _plain(run))
   for note in prepared.notes:
     print(note)
   todo = [p for p in Phase if run.stage(p).steps]
@@ -76,14 +81,24 @@ def train(run: RunConfig, workdir: pathlib.Path) -> dict:
 
 @contextlib.contextmanager
 def _only_run_in(workdir: pathlib.Path) -> Generator[None]:
-  """Refuses a second run in one directory; the lock dies with its process."""
+  """Refuses a second run in one directory; the lock dies with its process.
+
+  A run that is refused before its first result takes the directory with it, if
+  it made it.
+  """
+  made = not workdir.exists()
   workdir.mkdir(parents=True, exist_ok=True)
   with open(workdir / ".lock", "w") as f:
     try:
       fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:
       raise ValueError(f"another run is at work in {str(workdir)!r}.") from e
-    yield
+    try:
+      yield
+    except Exception:
+      if made and not (workdir / _CONFIG).exists():
+        shutil.rmtree(workdir, ignore_errors=True)
+      raise
 
 
 def _open_results(run: RunConfig, workdir: pathlib.Path) -> dict:
@@ -92,21 +107,31 @@ def _open_results(run: RunConfig, workdir: pathlib.Path) -> dict:
   Raises:
     ValueError: the earlier run had another configuration; names the fields.
   """
-  config = metrics.to_plain(dataclasses.asdict(run))
-  file = workdir / "config.json"
-  if file.exists():
-    before = json.loads(file.read_text())
-    changed = _differences(before, config)
-    if changed:
+  file = workdir / _CONFIG
+  if not file.exists():
+    if (workdir / "checkpoints").exists():
       raise ValueError(
-        f"{str(workdir)!r} holds a run with another configuration:"
-        f" {'; '.join(changed)}. Use another --workdir."
+        f"{str(workdir)!r} has checkpoints/ but no {_CONFIG} to say of what."
+        " Use another --workdir."
       )
-  metrics.write_json(file, config)
+    # Of a run that ended before it had written its configuration.
+    (workdir / prepare.ORDER).unlink(missing_ok=True)
+    return {"stages": {}}
+  before = json.loads(file.read_text())
+  changed = _differences(before, _plain(run))
+  if changed:
+    raise ValueError(
+      f"{str(workdir)!r} holds a run with another configuration:"
+      f" {'; '.join(changed)}. Use another --workdir."
+    )
   results = workdir / "results.json"
   if results.exists():
     return json.loads(results.read_text())
   return {"stages": {}}
+
+
+def _plain(run: RunConfig) -> dict:
+  return metrics.to_plain(dataclasses.asdict(run))
 
 
 def _differences(before: Any, now: Any, name: str = "") -> list[str]:
@@ -195,11 +220,28 @@ def _stage(prepared, phase: Phase, carried: dict, results: dict, log) -> dict:
     results["stages"][name] = result
     _keep(prepared.workdir, results)
   result = results["stages"][name]
+  print(_describe(name, result, stage.plan.route is not None), flush=True)
+  return {
+    **carried,
+    **{k: v for k, v in stage.variables.items() if k != "params"},
+  }
+
+
+def _describe(name: str, result: dict, routed: bool) -> str:
+  """`routers: ppl 20.2, 49.9% skipped on held-out text (target 50.0%), ..`."""
   line = f"{name}: ppl {result['ppl']:.4g}"
-  if "sparsity" in result:
-    line += f", realised {100 * result['sparsity']['realised']:.2f}%"
-  print(line, flush=True)
-  return {**carried, **{k: v for k, v in stage.variables.items() if k != "params"}}
+  if routed:
+    found = {k: f"{100 * result['sparsity'][k]:.2f}%" for k in _SHOWN}
+    line += (
+      f", {found['realised']} skipped on held-out text (target"
+      f" {found['target']}; attention {found['attention']}, FFN"
+      f" {found['ffn']}, FLOPs {found['flops']})"
+    )
+  if result["tokens_per_s"] is not None:
+    line += f", {result['tokens_per_s']:,.0f} tokens/s"
+  if result["mfu"] is not None:
+    line += f", MFU {100 * result['mfu']:.1f}%"
+  return line
 
 
 def _inherited(phase: Phase, carried: dict) -> dict:
@@ -228,7 +270,7 @@ def _summary(run: RunConfig, results: dict) -> dict:
     if name != Phase.DENSE_LORA.value
   ]
   out = {
-    "method": run.route.method.value,
+    "method": str(run.route.method),
     "dense": results["dense"],
     "random": results.get("random"),
     "stages": rows,
@@ -268,7 +310,9 @@ def _table(summary: dict) -> tuple[list[dict], list[str]]:
 
   rows = [row("dense", summary["dense"], None)]
   if summary["random"]:
-    rows.append(row("random mask", summary["random"], summary["random"].get("sparsity")))
+    rows.append(
+      row("random mask", summary["random"], summary["random"].get("sparsity"))
+    )
   names = {"routers": "stage 1: routers", "recover": "stage 2: + LoRA"}
   for result in summary["stages"]:
     name = names[result["name"]]

@@ -1,4 +1,7 @@
-"""The versions of jax that wide_jax is tested with, and a check of them."""
+"""The versions wide_jax is tested with, and a check of what is installed.
+
+Reads metadata only: nothing is imported that takes time.
+"""
 
 import importlib.metadata
 import re
@@ -7,6 +10,15 @@ import re
 JAX_LOWEST = (0, 10, 2)
 JAX_BELOW = (0, 13)
 
+# Package -> (lowest, first that is too new): those that break at versions that
+# do not look as if they would.
+RANGES = {
+  "jax": (JAX_LOWEST, JAX_BELOW),
+  "flax": ((0, 12, 8), (0, 13)),
+  "optax": ((0, 2, 8), (0, 3)),
+  "orbax-checkpoint": ((0, 12), (0, 13)),
+}
+
 
 def numbers(version: str) -> tuple[int, ...]:
   """The leading release numbers: `0.12.0.1.dev3` -> (0, 12, 0, 1)."""
@@ -14,21 +26,60 @@ def numbers(version: str) -> tuple[int, ...]:
   return tuple(int(n) for n in found.group().split(".")) if found else ()
 
 
-def check(jax_version: str | None = None) -> None:
-  """Refuses a jax outside the supported range.
+def requirement(name: str) -> str:
+  """What pyproject.toml asks of a package in `RANGES`: `jax>=0.10.2,<0.13`."""
+  low, below = (".".join(map(str, v)) for v in RANGES[name])
+  return f"{name}>={low},<{below}"
+
+
+def problem(name: str, version: str | None) -> str | None:
+  """Why this version of a package in `RANGES` will not do, or None.
 
   Args:
-    jax_version: what to judge; by default the jax that is installed.
+    name: the package.
+    version: as installed; None where it is not.
+  """
+  wanted = requirement(name)
+  if version is None:
+    return f"{name} is not installed: pip install '{wanted}'."
+  low, below = RANGES[name]
+  if low <= numbers(version) < below:
+    return None
+  bounds = (
+    wanted.removeprefix(name).replace(">=", ">= ").replace(",<", " and < ")
+  )
+  return (
+    f"{name} {version} is not supported: wide_jax needs {name} {bounds}"
+    f" (pip install '{wanted}')."
+  )
+
+
+def problems() -> list[str]:
+  """One sentence for each package in `RANGES` that is absent or unsupported."""
+  found = (problem(name, _installed(name)) for name in RANGES)
+  return [sentence for sentence in found if sentence]
+
+
+def check(jax_version: str | None = None) -> None:
+  """Refuses versions outside the supported ranges.
+
+  Args:
+    jax_version: judge this version of jax, and nothing else; by default
+      everything in `RANGES`, as installed.
 
   Raises:
     ValueError: naming both versions and the remedy.
   """
   if jax_version is None:
-    jax_version = importlib.metadata.version("jax")
-  if not JAX_LOWEST <= numbers(jax_version) < JAX_BELOW:
-    low = ".".join(map(str, JAX_LOWEST))
-    high = ".".join(map(str, JAX_BELOW))
-    raise ValueError(
-      f"jax {jax_version} is not supported: wide_jax needs jax >= {low} and"
-      f" < {high} (pip install 'jax>={low},<{high}')."
-    )
+    found = problems()
+  else:
+    found = list(filter(None, [problem("jax", jax_version)]))
+  if found:
+    raise ValueError(" ".join(found))
+
+
+def _installed(name: str) -> str | None:
+  try:
+    return importlib.metadata.version(name)
+  except importlib.metadata.PackageNotFoundError:
+    return None

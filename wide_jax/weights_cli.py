@@ -40,33 +40,82 @@ def _main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
-    prog="python -m wide_jax.weights", description=__doc__.split("\n\n")[1]
+    prog="python -m wide_jax.weights",
+    description="Checks a model's import, or merges an adapter into it.",
+    epilog=(
+      "Exit code 0: done, or the check passed; 1: the check failed; 2: bad"
+      " input, and one sentence says what."
+    ),
   )
   commands = parser.add_subparsers(required=True, metavar="check|merge")
   check = commands.add_parser(
-    "check", help="compare logits with transformers (needs torch)"
+    "check",
+    help="compare our logits with transformers' on one text (needs torch)",
+    description=(
+      "Compares our logits with transformers' on one text, in float32: mean KL"
+      " and largest difference, each with its limit."
+    ),
   )
-  check.add_argument("path", help="model directory, .gguf file, pkg:..., id")
-  check.add_argument("--tokens", type=int, default=1000)
-  check.add_argument("--text", help="text file; default: the embedded text")
   check.add_argument(
-    "--precision", choices=("highest", "default"), default="highest"
+    "path",
+    help="model directory, .gguf file, pkg:PACKAGE/FILE, hub id or 'embedded'",
+  )
+  check.add_argument(
+    "--tokens",
+    type=int,
+    default=1000,
+    metavar="N",
+    help="tokens to compare (default %(default)s)",
+  )
+  check.add_argument(
+    "--text", metavar="FILE", help="text file (default: the embedded text)"
+  )
+  check.add_argument(
+    "--precision",
+    choices=("highest", "default"),
+    default="highest",
+    help=(
+      "of matrix products; 'default' is TF32 or bfloat16 on an accelerator and"
+      " has wider limits (default %(default)s)"
+    ),
   )
   check.set_defaults(run=_check)
   merge = commands.add_parser(
-    "merge", help="write base + adapter as a plain Hugging Face model"
+    "merge",
+    help="write base + adapter as a plain Hugging Face model",
+    description=(
+      "Writes base + adapter as a plain Hugging Face model: the dense recovered"
+      " model, in the base's channel order. Routers are left out."
+    ),
   )
-  merge.add_argument("--model", required=True, help="the untouched base")
-  merge.add_argument("--lora", required=True, help="a PEFT or export directory")
-  merge.add_argument("--out", required=True, help="directory to write")
+  merge.add_argument(
+    "--model", required=True, metavar="BASE", help="the untouched base"
+  )
+  merge.add_argument(
+    "--lora",
+    required=True,
+    metavar="DIR",
+    help="a PEFT directory, or an export directory of wide_jax.train",
+  )
+  merge.add_argument(
+    "--out", required=True, metavar="DIR", help="directory to write"
+  )
   merge.add_argument(
     "--dtype",
     choices=("auto", "float32", "bfloat16", "float16"),
     default="auto",
-    help="auto: as the base is stored",
+    help="of the written weights (default %(default)s: as the base is stored)",
   )
-  merge.add_argument("--text", help="text file to measure perplexity on")
-  merge.add_argument("--window", type=int, default=2048)
+  merge.add_argument(
+    "--text", metavar="FILE", help="text to measure its perplexity on"
+  )
+  merge.add_argument(
+    "--window",
+    type=int,
+    default=2048,
+    metavar="N",
+    help="tokens a window of that measurement (default %(default)s)",
+  )
   merge.set_defaults(run=_merge)
   return parser
 
