@@ -1,4 +1,4 @@
-"""Rolling perplexity, realised sparsity and thresholds on a model (trial I3)."""
+"""Rolling perplexity, realised sparsity, thresholds on a model (trial I3)."""
 
 import math
 
@@ -266,8 +266,9 @@ def test_perplexity_of_the_embedded_model_is_transformers(tmp_path):
   assert got < 30  # it has learnt something: the vocabulary is 384
 
 
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 def test_place_is_the_callers(held):
-  """Eight rows over eight devices score as on one."""
+  """Eight rows over four devices score as on one."""
   mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("data",))
   rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
   macs = flops.layer_macs(MODEL, WIDE.route, WINDOW)

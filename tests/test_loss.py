@@ -41,8 +41,8 @@ def brute_kl(hidden, dense, table, weights):
 
 # Lengths of one, some and all factors; limits that ask for one chunk, some,
 # one a token, and more than there are tokens.
-@pytest.mark.parametrize("rows,length", [(2, 12), (3, 13), (1, 17), (2, 1)])
-@pytest.mark.parametrize("limit", [1 << 28, 6 * V, 2 * V, 1])
+@pytest.mark.parametrize("rows,length", [(2, 12), (3, 13), (1, 17)])
+@pytest.mark.parametrize("limit", [1 << 28, 10 * V, 1])
 def test_chunks_change_nothing(rows, length, limit, monkeypatch):
   hidden, dense, table, targets, weights = make(rows, length)
 

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import logging
 import pathlib
 import shutil
 import sys
@@ -21,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from wide_jax import cli, figures, metrics, prepare, stages
+from wide_jax import cli, figures, metrics, prepare, sharding, stages
 from wide_jax import plan as plans
 from wide_jax.checkpoint import Checkpoints
 from wide_jax.config import Method, Phase, RunConfig
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
   if workdir.exists() and not workdir.is_dir():
     raise ValueError(f"--workdir {str(workdir)!r} is not a directory.")
   prepare.check(run)  # mistakes are refused before anything is made
-  with _only_run_in(workdir):
+  with _only_run_in(workdir), _notes_printed_once():
     train(run, workdir)
   return 0
 
@@ -99,6 +100,18 @@ def _only_run_in(workdir: pathlib.Path) -> Generator[None]:
       if made and not (workdir / _CONFIG).exists():
         shutil.rmtree(workdir, ignore_errors=True)
       raise
+
+
+@contextlib.contextmanager
+def _notes_printed_once() -> Generator[None]:
+  """The run prints what was replicated; the log need not say it as well."""
+  log = logging.getLogger(sharding.__name__)
+  before = log.level
+  log.setLevel(logging.ERROR)
+  try:
+    yield
+  finally:
+    log.setLevel(before)
 
 
 def _open_results(run: RunConfig, workdir: pathlib.Path) -> dict:
