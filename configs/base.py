@@ -14,7 +14,7 @@ from ml_collections import config_dict
 from wide_jax.config import RunConfig
 
 # Rows of the embedding of random models: more than the embedded tokenizer has.
-RANDOM_VOCAB = 8192
+RANDOM_VOCAB = 512
 
 
 def get_config(arg: str = "") -> config_dict.ConfigDict:
@@ -66,14 +66,15 @@ def random_layers(c: config_dict.ConfigDict, shape: dict, layers: int) -> None:
   )
   c.model.dtype = "float32"  # CPUs compute bfloat16 slowly
   c.data.train = c.data.calibration = ("embedded",)
+  c.data.max_tokens = 20000
   c.data.seq_len = 64
   c.data.batch_size = 1
   c.eval.text = "embedded"
   c.eval.windows = (64,)
-  c.eval.max_tokens = 256
+  c.eval.max_tokens = 128
   c.eval.batch_size = 1
-  c.eval.calibration_tokens = 512
-  c.regroup.tokens = 256
+  c.eval.calibration_tokens = 128
+  c.regroup.tokens = 128
   c.regroup.directions = 8
   c.regroup.iterations = 2
   c.mesh.data, c.mesh.fsdp = -1, 1

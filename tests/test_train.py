@@ -269,6 +269,17 @@ def test_two_targets_frozen_routers_no_regrouping(tmp_path):
   assert run.stages["routers"].p.batches.rows.targets < 5000
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama32_1b", "qwen3_4b", "llama31_8b"])
+def test_smoke_of_large_models(name, tmp_path):
+  """Two layers of the real width run both stages on this CPU."""
+  arguments = ["--config", f"{name}:smoke", "--workdir", str(tmp_path)]
+  assert train.main([*arguments, "--config.mesh.data=1"]) == 0
+  stages = tiny_runs.read_summary(tmp_path)["stages"]
+  assert [s["steps"] for s in stages] == [2, 2]
+  assert all(np.isfinite(s["ppl"]) for s in stages)
+
+
 # --- mistakes ----------------------------------------------------------------
 
 

@@ -30,6 +30,16 @@ _LISTED = 12  # paths of one kind named in an error
 _log = logging.getLogger(__name__)
 
 
+class _RaisedAnyway(logging.Filter):
+  """Leaves out the traces that Orbax logs of errors which `wait` raises."""
+
+  def filter(self, record: logging.LogRecord) -> bool:
+    return "_SignalingThread.run()" not in str(record.msg)
+
+
+logging.getLogger("absl").addFilter(_RaisedAnyway())
+
+
 class Checkpoints:
   """Saves, lists and restores the checkpoints in one directory.
 

@@ -784,6 +784,13 @@ class RunConfig:
   def __post_init__(self):
     _one_of("device", self.device, ("auto", "cpu", "gpu", "tpu"))
     _at_least("log_every", self.log_every, 1)
+    if self.route.method is Method.LAYER_SKIP:
+      targets = self.budget.attn_target, self.budget.ffn_target
+      if targets[0] != targets[1]:
+        raise ValueError(
+          f"layer_skip makes one decision a layer: budget.attn_target="
+          f"{targets[0]} and budget.ffn_target={targets[1]} must be equal."
+        )
 
   def stage(self, phase: Phase) -> StageConfig:
     return getattr(self, phase.value)

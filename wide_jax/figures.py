@@ -60,6 +60,7 @@ def training_curves(
       ax.grid(alpha=0.3)
       if not ax.lines:
         ax.text(0.5, 0.5, "not logged", ha="center", transform=ax.transAxes)
+        ax.set_yticks([])
     if sparsity.lines:
       sparsity.set_ylim(-3, 103)
       sparsity.legend(loc="lower right", fontsize="small")
@@ -180,8 +181,9 @@ def perplexity_bars(
   """Perplexity of the dense model, of random masks and after every stage.
 
   Args:
-    summary: as in summary.json: `dense.ppl`, `random.ppl` (may be missing) and
-      `stages[i]` with `name`, `ppl` and `sparsity.realised`.
+    summary: as in summary.json: `dense.ppl`, `random.ppl`, `dense_lora.ppl`
+      (these two may be missing) and `stages[i]` with `name`, `ppl` and
+      `sparsity.realised`.
     out_png: file to write.
 
   Raises:
@@ -196,20 +198,21 @@ def perplexity_bars(
     (stage["name"], stage.get("ppl"), stage.get("sparsity"))
     for stage in summary.get("stages", ())
   ]
+  lora = summary.get("dense_lora")
+  if lora:
+    bars.append(("dense + LoRA", lora.get("ppl"), None))
   bars = [b for b in bars if b[1] is not None and 0 < b[1] < np.inf]
   if not bars:
     raise ValueError("the summary holds no finite perplexity.")
   names = [
-    name
-    if not s
-    else f"{name}\n{100 * s.get('realised', s.get('mean')):.1f}% skipped"
+    name if not s else f"{name}\n{100 * s['realised']:.1f}% skipped"
     for name, _, s in bars
   ]
   values = [float(ppl) for _, ppl, _ in bars]
   figure = _figure(max(4.8, 1.5 * len(bars) + 1), 3.8)
   ax = figure.subplots()
   colors = [
-    _GREY if n == "dense" else _ORANGE if n == "random" else _BLUE
+    _GREY if n.startswith("dense") else _ORANGE if n == "random" else _BLUE
     for n, _, _ in bars
   ]
   drawn = ax.bar(range(len(bars)), values, color=colors, width=0.65)

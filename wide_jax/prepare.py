@@ -224,7 +224,7 @@ def prepare(run: RunConfig, workdir: pathlib.Path) -> Prepared:
       prepared.decoder(None, None), prepared.params, batch, run.route
     )
     prepared = dataclasses.replace(prepared, static=static)
-  notes += _mesh_notes(prepared)
+  notes += [_attention_note(prepared), *_mesh_notes(prepared)]
   return dataclasses.replace(prepared, notes=tuple(notes))
 
 
@@ -239,6 +239,22 @@ def _describe_texts(run: RunConfig, halves, texts) -> str:
     f"held-out text: {first:,} tokens set thresholds, {second:,} check them;"
     f" {scored:,} tokens scored in windows of {window}"
   )
+
+
+def _attention_note(prepared: Prepared) -> str:
+  """Which attention path trains, and why not the faster ones."""
+  run, model = prepared.run, prepared.model
+  path, reasons = ops.pick_attention(
+    run.model.attention,
+    platform=jax.default_backend(),
+    dtype=jnp.dtype(run.model.dtype),
+    length=run.data.seq_len,
+    head_dim=model.head_dim,
+    window=model.windows[0] if len(set(model.windows)) == 1 else None,
+    max_segments=prepared.max_segments,
+  )
+  others = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
+  return f"attention: {path}" + (f" ({others})" if others else "")
 
 
 def _mesh_notes(prepared: Prepared) -> list[str]:

@@ -126,6 +126,15 @@ def sparsity(skips: dict, macs) -> dict:
   }
 
 
+def target_rate(budget: BudgetConfig, macs) -> float:
+  """What `budget.rate` should become, also where targets are separate."""
+  if budget.attn_target is None or budget.ffn_target is None:
+    return budget.target
+  ones = np.ones(macs.layers)
+  skips = {"attn": budget.attn_target * ones, "ffn": budget.ffn_target * ones}
+  return float(sparsity(skips, macs)[budget.rate])
+
+
 def budget_loss(rates: dict, budget: BudgetConfig):
   """alpha * |target - rate|, or the mean of two such terms for two targets."""
   if budget.attn_target is not None:

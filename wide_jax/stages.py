@@ -180,24 +180,15 @@ class Stage:
     )
     return f"{text}, going on from step {start:,}" if start else text
 
-  def _target(self) -> float | None:
-    """What `budget.rate` should become; None for the dense model."""
-    budget = self.run.budget
-    if self.plan.route is None:
-      return None
-    if budget.attn_target is None or budget.ffn_target is None:
-      return budget.target
-    ones = np.ones(self.p.model.n_layers)
-    skips = {"attn": budget.attn_target * ones, "ffn": budget.ffn_target * ones}
-    return float(routing.sparsity(skips, self.macs)[budget.rate])
-
   def _host_batch(self, step: int) -> dict:
     return self.p.batches.accumulated(step, self.config.accumulate)
 
   def _loop(self, step_fn, state, frozen, thresholds, stream, start, store):
     run, phase = self.run, self.plan.phase.value
     last = self.config.steps
-    per_step, target = self._tokens_per_step, self._target()
+    per_step, target = self._tokens_per_step, None
+    if self.plan.route is not None:
+      target = routing.target_rate(run.budget, self.macs)
     clock, told = _Clock(), start
     with metrics.Bar(phase, last, start=start, target=target) as bar:
       for step, batch in stream:
@@ -342,7 +333,7 @@ class Stage:
       held_out = self.evaluator(self.run.data.seq_len).score(
         variables, thresholds, self.p.calibration[1]
       )
-      out["sparsity"] = self._sparsity(held_out)
+      out["sparsity"] = sparsity_report(self.run, held_out, self.macs)
       out["calibration_gap"] = gap
       out["thresholds"] = thresholds
     else:
@@ -357,17 +348,6 @@ class Stage:
     out["windows"] = {w: s.to_json() for w, s in scores.items()}
     out["keep"] = first.keep
     return metrics.to_plain(out)
-
-  def _sparsity(self, score: Score) -> dict:
-    """The `sparsity` object of summary.json: realised on the checking half."""
-    rate = self.run.budget.rate
-    return {
-      "target": self._target(),
-      "rate": rate,
-      "realised": score.sparsity[rate],
-      **score.sparsity,
-      "tokens": score.tokens,
-    }
 
   def save(self, result: dict) -> None:
     """Writes the export directory of this stage."""
@@ -391,6 +371,17 @@ class Stage:
         "seed": self.run.seed,
       },
     )
+
+
+def sparsity_report(run, score: Score, macs) -> dict:
+  """The `sparsity` object of summary.json, from a score on held-out text."""
+  return {
+    "target": routing.target_rate(run.budget, macs),
+    "rate": run.budget.rate,
+    "realised": score.sparsity[run.budget.rate],
+    **score.sparsity,
+    "tokens": score.tokens,
+  }
 
 
 def describe(score: Score) -> str:

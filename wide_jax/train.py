@@ -43,9 +43,10 @@ def main(argv: list[str]) -> int:
   workdir = pathlib.Path(flags.workdir).expanduser().absolute()
   if workdir.exists() and not workdir.is_dir():
     raise ValueError(f"--workdir {str(workdir)!r} is not a directory.")
-  prepare.check(run)  # mistakes are refused before anything is made
-  with _only_run_in(workdir), _notes_printed_once():
-    train(run, workdir)
+  with _notes_printed_once():
+    prepare.check(run)  # mistakes are refused before anything is made
+    with _only_run_in(workdir):
+      train(run, workdir)
   return 0
 
 
@@ -196,16 +197,19 @@ def _baselines(prepared: Prepared, results: dict, log) -> None:
     route = dataclasses.replace(run.route, method=Method.RANDOM)
     variables = {"params": prepared.params}
     length = run.data.seq_len
-    thresholds, _ = prepared.evaluator(route, None, length).calibrate(
+    evaluator = prepared.evaluator(route, None, length)
+    thresholds, _ = evaluator.calibrate(
       variables, prepared.calibration[0], run.budget
     )
+    held_out = evaluator.score(variables, thresholds, prepared.calibration[1])
     scores = {
       w: prepared.evaluator(route, None, w).score(
         variables, thresholds, batches
       )
       for w, batches in texts.items()
     }
-    results["random"] = _scores(run, scores)
+    sparsity = stages.sparsity_report(run, held_out, evaluator.macs)
+    results["random"] = {**_scores(run, scores), "sparsity": sparsity}
     _keep(prepared.workdir, results)
   log.write("random", 0, "eval", ppl=results["random"]["ppl"])
   print(f"random masks: ppl {results['random']['ppl']:.4g}", flush=True)
@@ -314,7 +318,7 @@ def _table(summary: dict) -> tuple[list[dict], list[str]]:
       "perplexity": result["ppl"],
       "d log-ppl": f"{result['nll'] - dense:+.4f}",
       "target": percent(sparsity.get("target")),
-      "realised": percent(sparsity.get("realised", sparsity.get("mean"))),
+      "realised": percent(sparsity.get("realised")),
       "attention": percent(sparsity.get("attention")),
       "FFN": percent(sparsity.get("ffn")),
       "FLOPs": percent(sparsity.get("flops")),
