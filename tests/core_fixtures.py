@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from wide_jax import modules, routing
-from wide_jax.config import LoraConfig, ModelConfig, RouteConfig
+from wide_jax.config import LoraConfig, RouteConfig
+from wide_jax.model_config import ModelConfig
 from wide_jax.modules import Decoder
 from wide_jax.routing import Gate
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from wide_jax.config import ModelConfig, RopeConfig
+from wide_jax.model_config import ModelConfig, RopeConfig
 
 BASE = {
   "model_type": "llama",

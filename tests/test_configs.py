@@ -9,7 +9,8 @@ import tomllib
 import pytest
 
 from wide_jax import cli, config, versions
-from wide_jax.config import ModelConfig, RunConfig
+from wide_jax.config import RunConfig
+from wide_jax.model_config import ModelConfig
 
 VARIANTS = {
   "tiny": ("", "smoke"),

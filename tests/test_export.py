@@ -27,7 +27,8 @@ from wide_jax import (
   weights,
   weights_cli,
 )
-from wide_jax.config import LoraConfig, ModelConfig, RouteConfig
+from wide_jax.config import LoraConfig, RouteConfig
+from wide_jax.model_config import ModelConfig
 from wide_jax.safetensors_io import SafetensorsFile
 
 TQ3 = ModelConfig(

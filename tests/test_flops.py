@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from wide_jax import flops
-from wide_jax.config import LoraConfig, ModelConfig, RouteConfig
+from wide_jax.config import LoraConfig, RouteConfig
+from wide_jax.model_config import ModelConfig
 
 
 def model(**kw):

@@ -11,7 +11,7 @@ import pytest
 from hf_fixtures import assert_parity, hf_logits, random_ids, read_hf
 
 from wide_jax import export, modules, rope, weights
-from wide_jax.config import ModelConfig, RopeConfig
+from wide_jax.model_config import ModelConfig, RopeConfig
 
 LLAMA = ModelConfig(
   model_type="llama",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from wide_jax import rope as rope_lib
-from wide_jax.config import ModelConfig, RopeConfig
+from wide_jax.model_config import ModelConfig, RopeConfig
 
 
 def llama3(**kw):

@@ -11,7 +11,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from wide_jax import sharding
-from wide_jax.config import MeshConfig, ModelConfig
+from wide_jax.config import MeshConfig
+from wide_jax.model_config import ModelConfig
 
 R, RANK = 3, 5  # router rank, LoRA rank
 

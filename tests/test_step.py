@@ -24,7 +24,13 @@ from core_fixtures import (
 )
 
 from wide_jax import flops, loss, step
-from wide_jax.config import BudgetConfig, Method, Phase, RunConfig, StageConfig
+from wide_jax.config import (
+  BudgetConfig,
+  Method,
+  Phase,
+  RunConfig,
+  StageConfig,
+)
 from wide_jax.modules import Decoder
 from wide_jax.routing import KINDS, Gate
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from wide_jax import export, hf_directory, weights
-from wide_jax.config import ModelConfig
+from wide_jax.model_config import ModelConfig
 from wide_jax.safetensors_io import (
   SafetensorsFile,
   item,

@@ -113,7 +113,7 @@ def quick_compiling(tmp_path_factory):
     compilation_cache.reset_cache()
 
 
-def start(arguments: list[str], programs, **kw) -> subprocess.Popen:
+def start(arguments: list[str], programs) -> subprocess.Popen:
   """`python -m wide_jax.train` in a process of its own."""
   env = dict(
     os.environ,
@@ -129,5 +129,4 @@ def start(arguments: list[str], programs, **kw) -> subprocess.Popen:
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
-    **kw,
   )

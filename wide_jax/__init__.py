@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from wide_jax import versions
 
 if TYPE_CHECKING:
-  from wide_jax.config import ModelConfig as ModelConfig
   from wide_jax.config import RouteConfig as RouteConfig
   from wide_jax.language_model import LanguageModel as LanguageModel
   from wide_jax.language_model import load as load
+  from wide_jax.model_config import ModelConfig as ModelConfig
 
 _HOMES = {
   "LanguageModel": "language_model",
-  "ModelConfig": "config",
+  "ModelConfig": "model_config",
   "RouteConfig": "config",
   "load": "language_model",
 }

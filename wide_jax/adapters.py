@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from wide_jax.config import LORA_TARGETS, LoraConfig, ModelConfig
+from wide_jax.config import LORA_TARGETS, LoraConfig
+from wide_jax.model_config import ModelConfig
 from wide_jax.tree_layout import Leaf, flatten, layout, unflatten
 from wide_jax.weights import (
   LORA_CHANNEL_AXES,

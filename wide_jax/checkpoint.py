@@ -34,7 +34,7 @@ class _RaisedAnyway(logging.Filter):
   """Leaves out the traces that Orbax logs of errors which `wait` raises."""
 
   def filter(self, record: logging.LogRecord) -> bool:
-    return "_SignalingThread.run()" not in str(record.msg)
+    return not (record.exc_info and "orbax" in record.pathname)
 
 
 logging.getLogger("absl").addFilter(_RaisedAnyway())

@@ -23,13 +23,9 @@ from typing import Any
 import numpy as np
 
 from wide_jax.adapters import lora_from_peft, lora_to_peft
-from wide_jax.config import (
-  LoraConfig,
-  ModelConfig,
-  RouteConfig,
-  from_config_dict,
-)
+from wide_jax.config import LoraConfig, RouteConfig, from_config_dict
 from wide_jax.hf_directory import INDEX, SINGLE
+from wide_jax.model_config import ModelConfig
 from wide_jax.safetensors_io import (
   Item,
   SafetensorsFile,

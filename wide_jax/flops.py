@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wide_jax.config import LoraConfig, Method, ModelConfig, RouteConfig
+from wide_jax.config import LoraConfig, Method, RouteConfig
+from wide_jax.model_config import ModelConfig
 
 # Dense peaks in FLOP/s by a part of `device_kind`; the first hit counts.
 # Vendors' data sheets, without structured sparsity.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from wide_jax.config import ModelConfig, RopeConfig
+from wide_jax.model_config import ModelConfig, RopeConfig
 
 _QUANTS = (
   "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K"

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 
-from wide_jax.config import ModelConfig
+from wide_jax.model_config import ModelConfig
 from wide_jax.safetensors_io import SafetensorsFile, read_json
 
 INDEX = "model.safetensors.index.json"

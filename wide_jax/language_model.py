@@ -23,7 +23,8 @@ from jax import Array
 from jaxtyping import Float
 
 from wide_jax import adapters, export, flops, modules, routing, weights
-from wide_jax.config import LoraConfig, Method, ModelConfig, RouteConfig
+from wide_jax.config import LoraConfig, Method, RouteConfig
+from wide_jax.model_config import ModelConfig
 from wide_jax.modules import Decoder
 from wide_jax.routing import Gate
 from wide_jax.tokenizers import Tokenizer, load_tokenizer

@@ -17,7 +17,8 @@ from jaxtyping import Float
 
 from wide_jax import ops, rope, routing
 from wide_jax.axes import Hidden, Ids, Positions, Segments, Tree
-from wide_jax.config import LoraConfig, Method, ModelConfig, RouteConfig
+from wide_jax.config import LoraConfig, Method, RouteConfig
+from wide_jax.model_config import ModelConfig
 from wide_jax.routing import Gate
 
 # Which dropout mask a projection's adapter sees: one mask per input tensor, so

@@ -23,8 +23,9 @@ from wide_jax import (
   text_sources,
   weights,
 )
-from wide_jax.config import Method, ModelConfig, RunConfig
+from wide_jax.config import Method, RunConfig
 from wide_jax.evaluate import Evaluator, window_batches
+from wide_jax.model_config import ModelConfig
 from wide_jax.modules import Decoder
 from wide_jax.tokenizers import Tokenizer, load_tokenizer
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from wide_jax.config import ModelConfig, RopeConfig
+from wide_jax.model_config import ModelConfig, RopeConfig
 
 _TURN = 2 * math.pi
 

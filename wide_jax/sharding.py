@@ -22,7 +22,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from wide_jax.config import MeshConfig, ModelConfig
+from wide_jax.config import MeshConfig
+from wide_jax.model_config import ModelConfig
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")

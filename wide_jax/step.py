@@ -17,7 +17,13 @@ from jax import Array
 from wide_jax import loss as losses
 from wide_jax import modules, routing
 from wide_jax.axes import Tree
-from wide_jax.config import Method, Phase, RouteConfig, RunConfig, StageConfig
+from wide_jax.config import (
+  Method,
+  Phase,
+  RouteConfig,
+  RunConfig,
+  StageConfig,
+)
 from wide_jax.modules import Decoder
 from wide_jax.routing import Gate
 

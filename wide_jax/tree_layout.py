@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from wide_jax.config import ModelConfig
+from wide_jax.model_config import ModelConfig
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -20,9 +20,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from wide_jax.config import ModelConfig
 from wide_jax.gguf_reader import GgufFile
 from wide_jax.hf_directory import IGNORABLE, HfDirectory
+from wide_jax.model_config import ModelConfig
 from wide_jax.paths import resolve_model_path
 from wide_jax.safetensors_io import SafetensorsFile, blocks, read_json
 from wide_jax.tree_layout import (

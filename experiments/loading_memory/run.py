@@ -61,7 +61,7 @@ def write_checkpoint(folder: pathlib.Path) -> None:
   import numpy as np
 
   from wide_jax import hf_directory, safetensors_io, weights
-  from wide_jax.config import ModelConfig
+  from wide_jax.model_config import ModelConfig
 
   config = ModelConfig(
     vocab=128256,
