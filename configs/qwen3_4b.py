@@ -36,31 +36,13 @@ _SHAPE = {
   "rope_theta": 1000000.0,
   "tie_word_embeddings": True,
 }
-_DOMAINS = ("books", "wiki", "nonfiction", "web", "qa", "tech")
 
 
 def get_config(arg: str = "") -> config_dict.ConfigDict:
   given = base.variants(arg, ("smoke",))
   c = base.get_config()
+  base.paper_recipe(c)
   c.model.path = "Qwen/Qwen3-4B"
-  c.model.remat = "full"
-  c.route.attn_group = 4
-  c.route.ffn_group = 256
-
-  c.data.train = tuple(f"corpus/{name}.jsonl.gz" for name in _DOMAINS)
-  c.data.calibration = ("corpus/valid.jsonl",)
-  c.data.seq_len = 4096
-  c.data.batch_size = 16
-  c.eval.text = "eval/wikitext2_raw_test.txt"
-  c.eval.windows = (2048,)
-  c.eval.every = 1000
-
-  c.routers.steps = 10000
-  c.routers.lr = 2e-3
-  c.recover.steps = 10000
-  c.recover.lr = 2e-4
-  c.checkpoint.every = 500
-  c.mesh.data, c.mesh.fsdp = 1, -1  # weights spread over all devices
 
   if "smoke" in given:
     base.random_layers(c, _SHAPE, layers=2)

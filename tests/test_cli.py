@@ -75,6 +75,18 @@ def test_overrides_of_every_type():
   assert (given.workdir, given.dry_run, given.data) == ("run", True, "")
 
 
+@pytest.mark.parametrize(
+  "form", ["--config.data.train={}", "--config.data.train|{}"]
+)
+@pytest.mark.parametrize(
+  "path",
+  ["my text.txt", "a, b.txt", "/tmp/dir with späces ☃/té xt.txt", "it's"],
+)
+def test_a_path_with_a_space_or_a_comma_is_one_path(form, path):
+  config, _ = parse("--config=tiny", *form.format(path).split("|"))
+  assert config.data.train == (path,)
+
+
 def test_argv_of_the_process_is_left_alone():
   before = list(sys.argv)
   parse("--config=tiny", "--config.seed=3")
@@ -97,6 +109,19 @@ def test_argv_of_the_process_is_left_alone():
     (["--config=tiny", "--config.routers.lr=fast"], "lr=fast"),
     (["--config=tiny", "--config.routers.steps=2.5"], "steps=2.5"),
     (["--config=tiny", "--config.route.ffn_group=24"], "ffn_group=24"),
+    # wrong types inside a list, numbers without end, seeds jax cannot hold
+    (["--config=tiny", "--config.eval.windows=abc"], "windows=('abc',)"),
+    (["--config=tiny", "--config.eval.windows=(32.5,)"], "windows=(32.5,)"),
+    (["--config=tiny", "--config.data.train=(1, 2)"], "train=(1, 2)"),
+    (["--config=tiny", "--config.routers.tau=(1, 'a')"], "tau=(1, 'a')"),
+    (["--config=tiny", "--config.routers.lr=inf"], "lr=inf"),
+    (["--config=tiny", "--config.lora.alpha=nan"], "alpha=nan"),
+    (
+      ["--config=tiny", "--config.data.seq_len=99999999999999999999"],
+      "seq_len",
+    ),
+    (["--config=tiny", "--config.seed=-1"], "seed=-1"),
+    (["--config=tiny", "--config.seed=4294967296"], "seed=4294967296"),
     (["--config=tiny", "--wrokdir=x"], "workdir"),
     (["--config=tiny", "stray"], "stray"),
     (["--config=tiny", "--data=/no/such/dir"], "/no/such/dir"),
@@ -172,13 +197,13 @@ def test_data_directory(tmp_path):
   config, _ = parse(
     "--config=smollm2_135m",
     f"--data={tmp_path}",
-    "--config.data.train=('corpus/a.gz', '/abs/b', 'hf:org/x', 'embedded')",
+    "--config.data.train=('corpus/a.gz', '/abs/b', 'hf:org/x', 'embedded:x')",
   )
   assert config.data.train == (
     f"{tmp_path}/corpus/a.gz",
     "/abs/b",
     "hf:org/x",
-    "embedded",
+    "embedded:x",
   )
   assert config.data.calibration == (f"{tmp_path}/corpus/valid.jsonl",)
   assert config.eval.text == f"{tmp_path}/eval/wikitext2_raw_test.txt"

@@ -34,6 +34,8 @@ def test_converts(name, arg):
   if loaded.model.shape:
     shape = ModelConfig.from_hf(loaded.model.shape)
     loaded.route.check_against(shape)
+  # One row sets thresholds and one checks them, at least.
+  assert loaded.eval.calibration_tokens > loaded.data.seq_len
 
 
 @pytest.mark.parametrize("name", ["llama32_1b", "llama31_8b", "qwen3_4b"])

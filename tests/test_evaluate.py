@@ -168,12 +168,6 @@ def test_dropout_is_off(held):
   assert plain.score(own, None, batches_of(TEXT, 2)).nll == first.nll
 
 
-def test_every_batch_is_watched(wide, held):
-  seen = []
-  wide.score(held, level(0.1), iter(batches_of(TEXT, 1)), watch=seen.append)
-  assert len(seen) == 3 and seen[0]["ids"].shape == (1, WINDOW)
-
-
 def test_nothing_to_score_is_refused(wide, held):
   with pytest.raises(ValueError, match="no window"):
     window_batches({"ids": np.zeros((0, 8), np.int32)}, 2)

@@ -101,7 +101,7 @@ def our_logits(config, params, ids, lora=None, lora_config=None):
   decoder = modules.Decoder(config, lora=lora_config, dtype=jnp.float32)
   with jax.default_matmul_precision("highest"):
     return np.asarray(
-      modules._logits(
+      modules.logits_and_aux(
         decoder, variables, ids, jnp.ones_like(ids), modules.Gate()
       )[0]
     )
@@ -246,6 +246,15 @@ def test_export_destroys_nothing_else(tmp_path):
     (lambda a: a["tensors"].pop("channel_order"), "differ in.*channel_order"),
     (lambda a: a["lora"].update(alpha=9.0), "alpha=9.0"),
     (lambda a: a["route"].update(ffn_group=33), "ffn_group=33"),
+    (lambda a: a["route"].update(ffn_group="x"), "ffn_group='x'"),
+    (lambda a: a.update(route=None), "None has no fields"),
+    (lambda a: a.update(model={}), "ModelConfig lacks.*vocab"),
+    (lambda a: a.update(lora=3), "3 has no fields"),
+    (lambda a: a.update(tensors=None), "tensors=None"),
+    (lambda a: a.update(thresholds=[1]), r"thresholds=\[1\]"),
+    (lambda a: a.update(thresholds={}), "thresholds={}"),
+    (lambda a: a["thresholds"].update(ffn=[0.0]), "want 2 numbers"),
+    (lambda a: a["thresholds"].update(ffn=[None, 0.0]), "want 2 numbers"),
     (
       lambda a: a["tensors"].update(channel_order=["int32", [2, 64]]),
       r"channel_order in .*\[2, 64\]",
@@ -395,6 +404,8 @@ _Q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
     (lambda t: t.update({_Q: t[_Q][:, :-1]}), {}, r"\(4, 39\).*\(4, 40\)"),
     (lambda t: None, {"r": 8}, r"lora_A\.weight.*r=8"),
     (lambda t: None, {"r": None}, "r=None"),
+    (lambda t: None, {"lora_alpha": None}, "lora_alpha=None"),
+    (lambda t: None, {"lora_dropout": {"a": 1}}, "lora_dropout="),
     (lambda t: None, {"use_dora": True}, "use_dora=True"),
     (lambda t: None, {"bias": "all"}, "bias='all'"),
     (lambda t: None, {"modules_to_save": ["lm_head"]}, "lm_head"),
@@ -615,6 +626,20 @@ def test_merge_command(based, tmp_path, capsys):
   # A second merge would add the adapter twice.
   assert weights_cli.main([*words, "--model", str(out)]) == 2
   assert "merged already" in capsys.readouterr().err
+  # It goes over an older merge, and over nothing else: a run and a model, the
+  # base itself among them, have a config.json too.
+  assert weights_cli.main([*words, "--model", str(folder)]) == 0
+  assert json.loads((out / "wide_merged.json").read_text())["rank"] == 4
+  other = tmp_path / "run"
+  other.mkdir()
+  (other / "config.json").write_text("{}")
+  capsys.readouterr()
+  for place in (other, folder, tmp_path / "e"):
+    before = {p: p.read_bytes() for p in place.iterdir()}
+    over = [*words[:-1], str(place), "--model", str(folder)]
+    assert weights_cli.main(over) == 2
+    assert "is left alone" in capsys.readouterr().err
+    assert {p: p.read_bytes() for p in place.iterdir()} == before
   # An export names its base; merging from it is the same.
   again = [*words[:-1], str(tmp_path / "two"), "--model", str(tmp_path / "e")]
   assert weights_cli.main(again) == 0

@@ -34,8 +34,6 @@ def test_layer_by_hand():
   assert macs.ffn == (3 * 8 * 64,) * 2
   assert macs.kv == (2 * 8 * 12,) * 2
   assert macs.router == (8 * 5 + 5 * 2 + 8 * 5 + 5 * 4,) * 2
-  assert macs.attn_group == (attn / 2,) * 2
-  assert macs.ffn_group == (3 * 8 * 64 / 4,) * 2
   assert macs.layers == 2
   assert macs.total == 2 * (attn + 1536 + 192 + 110)
   hash(macs)  # static under jit
@@ -75,7 +73,6 @@ def test_routers_of_every_method(method, router):
   route = RouteConfig(method=method, attn_group=2, ffn_group=16, rank=5)
   macs = flops.layer_macs(model(), route, 9)
   assert macs.router == (router, router)
-  assert all(np.isfinite(macs.attn_group + macs.ffn_group))
 
 
 def test_skipped_share():

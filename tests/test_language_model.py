@@ -80,7 +80,9 @@ def direct(base, folder, ids, gate=None, capture=()):
   if gate is None:
     gate = routing.threshold_gate(held.thresholds)
   mask = jnp.ones(ids.shape, jnp.int32)
-  return modules._logits(decoder, variables, jnp.asarray(ids), mask, gate)
+  return modules.logits_and_aux(
+    decoder, variables, jnp.asarray(ids), mask, gate
+  )
 
 
 def test_dense_equals_the_plain_model(base):
@@ -267,6 +269,9 @@ def test_bad_masks_are_refused():
     lm.logits([[1, 2]], [[1, 1, 1]])
   with pytest.raises(ValueError, match="no token in row 1"):
     lm.logits([[1, 2], [1, 2]], [[1, 1], [0, 0]])
+  for odd in ([["a", "b"]], [[None, 1]], [[float("nan"), 1]]):
+    with pytest.raises(ValueError, match="want 0 and 1"):
+      lm.logits([[1, 2]], odd)
 
 
 def test_what_does_not_fit_is_refused(base, tmp_path):
@@ -279,6 +284,8 @@ def test_what_does_not_fit_is_refused(base, tmp_path):
     wide_jax.load("embedded", lora=folder)
   with pytest.raises(ValueError, match="dtype='int8'"):
     wide_jax.load("embedded", dtype="int8")
+  with pytest.raises(ValueError, match="dtype='abc'"):
+    wide_jax.load("embedded", dtype="abc")
   about = json.loads((folder / "wide.json").read_text())
   about["model"]["norm_eps"] = 0.5
   (folder / "wide.json").write_text(json.dumps(about))

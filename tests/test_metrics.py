@@ -105,9 +105,11 @@ def test_torn_last_line(tmp_path, cut):
 
 def test_rubbish_in_the_middle_is_refused(tmp_path):
   path = tmp_path / "metrics.jsonl"
-  path.write_text('{"a": 1}\nnonsense\n{"a": 2}\n')
-  with pytest.raises(ValueError, match="line 2"):
-    metrics.read_metrics(path)
+  good = '{"stage": "routers", "step": 1, "kind": "train"}\n'
+  for bad in ("nonsense", "[]", '{"a": 1}', good.strip().replace("1", '"x"')):
+    path.write_text(f"{good}{bad}\n{good}")
+    with pytest.raises(ValueError, match="line 2"):
+      metrics.read_metrics(path)
 
 
 def test_killed_process_leaves_readable_lines(tmp_path):

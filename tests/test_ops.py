@@ -134,8 +134,18 @@ def test_auto_takes_the_fastest_and_says_what_it_left_out():
   assert pick(platform="tpu")[0] == "splash"
   path, reasons = pick(platform="tpu", length=100)
   assert path == "xla" and "length 100" in reasons["splash"]
+  path, reasons = pick(platform="tpu", devices=4)
+  assert path == "xla" and "here are 4" in reasons["splash"]
   path, reasons = pick(platform="cpu")
   assert path == "xla" and "this is cpu" in reasons["cudnn"]
+
+
+def test_gpus_before_ampere_have_no_flash_attention(monkeypatch):
+  monkeypatch.setattr(ops, "_capability", lambda: (7, 5))  # a T4
+  path, reasons = pick(dtype=jnp.float16)
+  assert path == "xla" and "(7, 5)" in reasons["cudnn_mask"]
+  monkeypatch.setattr(ops, "_capability", lambda: (8, 0))
+  assert pick(dtype=jnp.float16)[0] == "cudnn"
 
 
 @pytest.mark.parametrize(

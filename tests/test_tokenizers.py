@@ -1,6 +1,7 @@
 """Tokenizers from directories and GGUF files, and chats (trials B2, C2-C4)."""
 
 import json
+import shutil
 
 import pytest
 import tokenizer_files as files
@@ -388,6 +389,18 @@ def test_directory_without_tokenizer_is_refused(tmp_path, config):
     (tmp_path / "tokenizer_config.json").write_text("{}")
   with pytest.raises(ValueError, match="has no tokenizer: none of tokenizer"):
     load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+  "file", ["tokenizer_config.json", "generation_config.json"]
+)
+@pytest.mark.parametrize("text", ["", "[]", "null", "3", '"a"', "{"])
+def test_settings_that_are_no_object_are_refused(tmp_path, file, text):
+  folder = tmp_path / "m"
+  shutil.copytree(paths.EMBEDDED_MODEL, folder)
+  (folder / file).write_text(text)
+  with pytest.raises(ValueError, match=file):
+    load_tokenizer(folder)
 
 
 def test_broken_tokenizer_json_is_refused(tmp_path):

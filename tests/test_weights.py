@@ -6,6 +6,7 @@ test_export has transformers read.
 
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -387,6 +388,26 @@ def test_bad_config_json(tmp_path, text, message):
   if text is not None:
     (folder / "config.json").write_text(text)
   with pytest.raises((ValueError, FileNotFoundError), match=message):
+    weights.load_params(folder)
+
+
+@pytest.mark.parametrize(
+  "key, value",
+  [
+    ("rms_norm_eps", None),
+    ("rms_norm_eps", "x"),
+    ("rms_norm_eps", -1),
+    ("max_position_embeddings", None),
+    ("rope_theta", [1]),
+    ("rope_scaling", [1]),
+    ("rope_scaling", 2.0),
+  ],
+)
+def test_wrong_types_in_config_json(tmp_path, key, value):
+  folder, _ = make(tmp_path / "m")
+  about = json.loads((folder / "config.json").read_text())
+  (folder / "config.json").write_text(json.dumps({**about, key: value}))
+  with pytest.raises(ValueError, match=re.escape(f"{key}={value!r}")):
     weights.load_params(folder)
 
 

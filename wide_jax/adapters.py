@@ -170,6 +170,12 @@ def lora_from_peft(
       raise ValueError(f"adapter_config.json has {key}={value!r}; want {fine}.")
   if not isinstance(config.get("r"), int):
     raise ValueError(f"adapter_config.json has r={config.get('r')!r}.")
+  for key in ("lora_alpha", "lora_dropout"):
+    value = config.get(key, 0)
+    if value is None and key == "lora_dropout":
+      continue
+    if not isinstance(value, int | float):
+      raise ValueError(f"adapter_config.json has {key}={value!r}.")
   # No name in `tensors` can be reached from a module that we do not have.
   modules = {
     f"{_PREFIX}{_module(leaf, i)}": (target, i)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 Ids = Int[Array, "B T"]
 Positions = Int[Array, "B T"]
@@ -20,7 +20,5 @@ Segments = Int[Array, "B T"]
 Hidden = Float[Array, "B T D"]
 Queries = Float[Array, "B T N H"]
 Keys = Float[Array, "B S K H"]
-GroupLogits = Float[Array, "B T G"]
-GroupMask = Bool[Array, "B T G"]
 Scalar = Float[Array, ""]
 Tree = Mapping[str, Any]

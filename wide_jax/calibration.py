@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
 from wide_jax import modules, regroup
@@ -14,9 +14,7 @@ from wide_jax.modules import Decoder
 def _walk(decoder: Decoder, params: Tree, batch: Mapping):
   """Yields (layer, activations of the real tokens as numpy)."""
   real_BT = np.asarray(batch["segments"]) > 0
-  inputs = [
-    jax.numpy.asarray(batch[k]) for k in ("ids", "segments", "positions")
-  ]
+  inputs = [jnp.asarray(batch[k]) for k in ("ids", "segments", "positions")]
   for i, inner in enumerate(modules.layer_walk(decoder, params, *inputs)):
     yield i, {k: np.asarray(v, np.float32)[real_BT] for k, v in inner.items()}
 

@@ -4,6 +4,7 @@
 `RunConfig`; `run` turns a user's mistake into one sentence and exit code 2.
 """
 
+import ast
 import contextlib
 import dataclasses
 import difflib
@@ -140,6 +141,7 @@ def parse(
     raise ValueError(f"--config is missing; known configs: {config_names()}.")
   loaded = _load(source)
   _check_overrides(argv, loaded)
+  argv = _quoted(argv, loaded)
   with _as_sys_argv(argv):
     try:
       # DEFINE_config_file would run the file once more, through an API that
@@ -230,6 +232,34 @@ def _check_overrides(
       node, seen = node[key], f"{seen}.{key}"
 
 
+def _quoted(
+  argv: Sequence[str], config: ml_collections.ConfigDict
+) -> list[str]:
+  """Makes `--config.data.train=my text.txt` mean one path with a space.
+
+  config_flags takes a bare value with a space or a comma for a broken tuple.
+  """
+  out = list(argv)
+  for i, arg in enumerate(out):
+    name, equals, value = arg.partition("=")
+    found = _OVERRIDE.match(name)
+    if not found:
+      continue
+    at = i
+    if not equals and i + 1 < len(out):
+      at, value = i + 1, out[i + 1]
+    node = config
+    for key in found.group(1).split("."):
+      node = node[key]
+    if isinstance(node, tuple) and node and isinstance(node[0], str):
+      try:
+        ast.literal_eval(value)
+      except (SyntaxError, ValueError):
+        if not value.startswith(("(", "[", "'", '"')):
+          out[at] = f"{name}={value!r}" if equals else repr(value)
+  return out
+
+
 @contextlib.contextmanager
 def _as_sys_argv(argv: Sequence[str]) -> Generator[None]:
   """config_flags looks for its overrides in sys.argv, whatever it is given."""
@@ -259,7 +289,7 @@ def _help(about: str, values: flags.FlagValues) -> str:
 def with_data_dir(config: RunConfig, directory: str) -> RunConfig:
   """Takes relative paths of text from `directory`, if one is given.
 
-  Left alone: `embedded`, hub ids (`hf:...`) and absolute paths.
+  Left alone: `embedded`, `embedded:PART`, hub ids (`hf:...`), absolute paths.
 
   Raises:
     ValueError: `directory` is not a directory.
@@ -271,7 +301,7 @@ def with_data_dir(config: RunConfig, directory: str) -> RunConfig:
     raise ValueError(f"--data {directory!r} is not a directory.")
 
   def place(name: str) -> str:
-    if name == "embedded" or name.startswith("hf:"):
+    if name == "embedded" or name.startswith(("embedded:", "hf:")):
       return name
     return str(root / pathlib.Path(name).expanduser())
 

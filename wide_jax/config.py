@@ -7,6 +7,7 @@ into dataclasses that refuse nonsense. Inner code never sees a ConfigDict.
 import dataclasses
 import enum
 import math
+import types
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -18,15 +19,24 @@ _REMAT = ("none", "dots", "full")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def from_config_dict(cls, cfg: Mapping[str, Any]):
+def from_config_dict(cls, cfg: Any):
   """Builds dataclass `cls` from a mapping, using every key of it.
 
   Nested dataclass fields are built from nested mappings; lists become tuples.
 
   Raises:
-    ValueError: naming the unknown keys and the known ones.
+    ValueError: naming the unknown keys and the known ones, those that are
+      missing, or a value of another type than its field's.
   """
+  check(isinstance(cfg, Mapping), f"{cls.__name__}: {cfg!r} has no fields.")
   fields = {f.name: f for f in dataclasses.fields(cls)}
+  missing = [
+    name
+    for name, field in fields.items()
+    if name not in cfg
+    and field.default is field.default_factory is dataclasses.MISSING
+  ]
+  check(not missing, f"{cls.__name__} lacks {missing}.")
   unknown = sorted(set(cfg) - set(fields))
   if unknown:
     raise ValueError(
@@ -37,10 +47,41 @@ def from_config_dict(cls, cfg: Mapping[str, Any]):
     kind = _dataclass_of(fields[name].type)
     if kind is not None and isinstance(value, Mapping):
       value = from_config_dict(kind, value)
-    elif isinstance(value, list):
-      value = tuple(value)
+    else:
+      value = tuple(value) if isinstance(value, list) else value
+      kind = fields[name].type
+      if not _fits(value, kind):
+        shown = kind.__name__ if isinstance(kind, type) else kind
+        raise ValueError(
+          f"{cls.__name__}.{name}={value!r} must be of type {shown}, and no"
+          " number without end."
+        )
     values[name] = value
   return cls(**values)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+  """Whether `value` is what the annotation `kind` of a field says."""
+  args = typing.get_args(kind)
+  if kind is Any:
+    return True
+  if typing.get_origin(kind) is tuple:
+    if args[-1] is ...:
+      return isinstance(value, tuple) and all(_fits(v, args[0]) for v in value)
+    return (
+      isinstance(value, tuple)
+      and len(value) == len(args)
+      and all(map(_fits, value, args))
+    )
+  if typing.get_origin(kind) in (typing.Union, types.UnionType):
+    return any(_fits(value, k) for k in args)
+  if kind is float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value)
+  if kind is int:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return whole and abs(value) < 2**63  # what an array can hold
+  return isinstance(value, typing.get_origin(kind) or kind)
 
 
 def _dataclass_of(annotation):
@@ -271,12 +312,15 @@ class BudgetConfig:
   """The sparsity target and how it is enforced.
 
   Attributes:
-    target: share to skip, of `rate`.
+    target: share to skip, of `rate`; not used where there are separate targets.
     rate: `mean` (average of the two skip rates, as published) or `flops`
       (skipped share of all decoder-layer multiply-adds).
     attn_target, ffn_target: separate targets; both or neither.
     alpha: weight of |target - rate|.
-    thresholds: `global` (one), `per_kind` (attention and FFN) or `per_layer`.
+    thresholds: what calibration moves. `global`: one threshold, so that kinds
+      and layers keep the shares that the routers learnt. `per_kind` and
+      `per_layer` hold each kind, or each kind in each layer, to the target by
+      itself, whatever the routers learnt.
   """
 
   target: float = 0.5
@@ -420,6 +464,7 @@ class RunConfig:
   log_every: int = 10
 
   def __post_init__(self):
+    within("seed", self.seed, 0, 2**32 - 1)  # what jax tells apart
     one_of("device", self.device, ("auto", "cpu", "gpu", "tpu"))
     at_least("log_every", self.log_every, 1)
     if self.route.method is Method.LAYER_SKIP:

@@ -235,9 +235,7 @@ def prefetch(
 # --- evaluation --------------------------------------------------------------
 
 
-def eval_windows(
-  ids: Sequence[int] | np.ndarray, window: int, max_tokens: int = 0
-) -> Batch:
+def eval_windows(ids: Sequence[int] | np.ndarray, window: int) -> Batch:
   """Cuts one tokenised text into windows for rolling perplexity.
 
   Windows of `window` tokens, stride = window; the first token of each is not
@@ -248,7 +246,6 @@ def eval_windows(
   Args:
     ids: the whole text, tokenised once, without a start token.
     window: tokens a window, at least 2.
-    max_tokens: use at most so many; 0 for all.
 
   Returns:
     The arrays of the module's docstring, [windows, window].
@@ -259,8 +256,6 @@ def eval_windows(
   if window < 2:
     raise ValueError(f"eval window={window} must be at least 2.")
   ids = np.asarray(ids, np.int32)
-  if max_tokens:
-    ids = ids[:max_tokens]
   if len(ids) < 2:
     raise ValueError(f"a text of {len(ids)} tokens has nothing to score.")
   n = -(-(len(ids) - 1) // window)

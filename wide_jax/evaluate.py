@@ -79,7 +79,7 @@ class Evaluator:
   """Compiled evaluation of one decoder; variables are arguments.
 
   Args:
-    decoder: with its route and adapters; `dense()` leaves both open.
+    decoder: with its route and adapters.
     place: host batch -> device batch (sharding is the caller's).
     macs: flops.LayerMacs at the window length.
   """
@@ -91,9 +91,7 @@ class Evaluator:
     curves = decoder.copy(capture=("curves",))
     self._curves = jax.jit(functools.partial(step.eval_step, curves))
 
-  def _sums(
-    self, fn, variables, thresholds, batches: Iterable[dict], watch=None
-  ):
+  def _sums(self, fn, variables, thresholds, batches: Iterable[dict]):
     """Adds up one pass on the host in float64."""
     total = None
     pending = None
@@ -102,17 +100,15 @@ class Evaluator:
       pending = fn(variables, self._place(batch), thresholds)  # runs ahead
       if ready is not None:
         total = _add(total, ready)
-      if watch is not None:
-        watch(batch)
     return _add(total, pending)
 
-  def score(self, variables: Tree, thresholds, batches, watch=None) -> Score:
+  def score(self, variables: Tree, thresholds, batches) -> Score:
     """One pass over `batches` at fixed thresholds (None: all gates open)."""
     if thresholds is not None:
       thresholds = {
         k: jnp.asarray(v, jnp.float32) for k, v in thresholds.items()
       }
-    sums = self._sums(self._score, variables, thresholds, batches, watch)
+    sums = self._sums(self._score, variables, thresholds, batches)
     sparsity, keep = {}, {}
     if thresholds is not None:
       skips = routing.skip_rates(sums["kept"], sums["tokens"])

@@ -2,7 +2,7 @@
 
 An export holds what was trained and names its base:
 
-  wide.json                  base, shapes, groups, thresholds, dial
+  wide.json                  base, shapes, groups, thresholds, and `extra`
   routers.safetensors        routers (and the FFN channel order), float32
   adapter_model.safetensors  LoRA in PEFT's format, in the base's own order
   adapter_config.json
@@ -74,22 +74,15 @@ def replace_directory(
   inside leaves it untouched.
 
   Args:
-    marker: a file that an existing directory must hold to be replaced, so that
-      a mistyped path destroys nothing.
+    marker: as for `check_replaceable`.
 
   Raises:
-    ValueError: `place` is a file, or a directory of something else.
+    ValueError: as `check_replaceable`.
   """
   place = pathlib.Path(place).expanduser().absolute()
   old = place.with_name(f".{place.name}.replaced")
   recover_directory(place)
-  if place.exists() and not place.is_dir():
-    raise ValueError(f"{place} is a file; want a directory to write to.")
-  if place.is_dir() and any(place.iterdir()):
-    if not (place / marker).is_file():
-      raise ValueError(
-        f"{place} is not empty and holds no {marker}; it is left alone."
-      )
+  check_replaceable(place, marker)
   place.parent.mkdir(parents=True, exist_ok=True)
   tmp = pathlib.Path(
     tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}.writing-")
@@ -107,6 +100,26 @@ def replace_directory(
     shutil.rmtree(old, ignore_errors=True)
   finally:
     shutil.rmtree(tmp, ignore_errors=True)
+
+
+def check_replaceable(place: str | os.PathLike, marker: str) -> None:
+  """Refuses to write a directory over something else.
+
+  Args:
+    marker: a file that nobody else writes and that an existing directory must
+      hold to be replaced, so that a mistyped path destroys nothing; "" where
+      only a new or an empty directory will do.
+
+  Raises:
+    ValueError: `place` is a file, or a directory of something else.
+  """
+  place = pathlib.Path(place).expanduser().absolute()
+  if place.exists() and not place.is_dir():
+    raise ValueError(f"{place} is a file; want a directory to write to.")
+  if place.is_dir() and any(place.iterdir()):
+    if not marker or not (place / marker).is_file():
+      lacks = f" and holds no {marker}" if marker else ""
+      raise ValueError(f"{place} is not empty{lacks}; it is left alone.")
 
 
 def recover_directory(place: str | os.PathLike) -> None:
@@ -133,7 +146,7 @@ class Export:
       `lora` in the channel order of `channel_order`.
     thresholds: {"attn": float32 [L], "ffn": float32 [L]}, or None.
     channel_order: int32 [L, F], or None.
-    extra: whatever else was given, `dial` for example.
+    extra: whatever else was given; a run gives sparsity, rate and seed.
   """
 
   base: str
@@ -166,8 +179,7 @@ def save_export(
     variables: {"router": tree, "lora": tree}; other collections are ignored.
     thresholds: kind -> [L] or one number.
     channel_order: int [L, F] the FFN channels are in.
-    extra: JSON values to keep, `dial` (a table of sparsity -> thresholds) for
-      example.
+    extra: further JSON values to keep.
   """
   if os.path.exists(os.path.expanduser(base)):
     base = os.path.abspath(os.path.expanduser(base))
@@ -242,6 +254,8 @@ def load_export(folder: str | os.PathLike) -> Export:
   lacking = sorted({"base", "model", "route", "tensors"} - set(about))
   if lacking:
     raise ValueError(f"{folder / EXPORT} lacks {lacking}.")
+  if not isinstance(about["tensors"], dict):
+    raise ValueError(f"{folder / EXPORT} has tensors={about['tensors']!r}.")
   model = from_config_dict(ModelConfig, about["model"])
   file = SafetensorsFile(folder / ROUTERS)
   if set(file.entries) != set(about["tensors"]):
@@ -270,19 +284,33 @@ def load_export(folder: str | os.PathLike) -> Export:
       raise ValueError(
         f"{folder}: {ADAPTER_CONFIG} says {lora_config}, {EXPORT} {want}."
       )
-  thresholds = about.get("thresholds")
   return Export(
     base=about["base"],
     model=model,
     route=from_config_dict(RouteConfig, about["route"]),
     lora_config=lora_config,
     variables=variables,
-    thresholds=None
-    if thresholds is None
-    else {k: np.asarray(v, np.float32) for k, v in thresholds.items()},
+    thresholds=_thresholds(about.get("thresholds"), model, folder / EXPORT),
     channel_order=order,
     extra=about.get("extra") or {},
   )
+
+
+def _thresholds(found, model: ModelConfig, place) -> dict | None:
+  """{"attn": float32 [L], "ffn": float32 [L]}, or None without any."""
+  if found is None:
+    return None
+  try:
+    out = {k: np.asarray(found[k], np.float32) for k in ("attn", "ffn")}
+  except (KeyError, TypeError, ValueError, IndexError) as e:
+    raise ValueError(f"{place} has thresholds={found!r}.") from e
+  for kind, value in out.items():
+    if value.shape != (model.n_layers,) or np.isnan(value).any():
+      raise ValueError(
+        f"{place} has {kind} thresholds {found[kind]}; want"
+        f" {model.n_layers} numbers."
+      )
+  return out
 
 
 # --- PEFT directories --------------------------------------------------------
@@ -335,6 +363,7 @@ def write_hf(
   channel_order=None,
   shard_bytes: int = 5_000_000_000,
   files: Mapping[str, str] | None = None,
+  marker: str = "",
 ) -> pathlib.Path:
   """Writes a model that transformers loads, one tensor in memory at a time.
 
@@ -346,10 +375,12 @@ def write_hf(
       original order.
     shard_bytes: a larger model is split and indexed.
     files: name -> text of further files for the directory.
+    marker: which of `files` an older directory must hold to be replaced; by
+      default none is. `config.json` would not do: runs and all models have one.
 
   Raises:
-    ValueError: a leaf of the wrong shape, or a model that no config.json can
-      describe.
+    ValueError: `folder` holds something else, a leaf of the wrong shape, or a
+      model that no config.json can describe.
   """
   flat = flatten(params)
   want = param_shapes(config)
@@ -366,7 +397,7 @@ def write_hf(
     order = check_channel_order(channel_order, config.n_layers, config.d_ff)
     inverse = np.argsort(order, axis=1)
   hf = _hf_config(config, flat, tokenizer_dir)
-  with replace_directory(folder, "config.json") as tmp:
+  with replace_directory(folder, marker) as tmp:
     _write_shards(tmp, _hf_items(config, flat, inverse), shard_bytes)
     if tokenizer_dir is not None:
       _copy_tokenizer(pathlib.Path(tokenizer_dir), tmp)

@@ -43,30 +43,16 @@ class LayerMacs:
     ffn: what the FFN's groups cost together: gate, up, down.
     kv: K and V projections, computed for every token.
     router: the routers, computed for every token.
-    attn_groups, ffn_groups: how many groups share `attn` and `ffn`; 0 where
-      nothing is routed.
   """
 
   attn: tuple[float, ...]
   ffn: tuple[float, ...]
   kv: tuple[float, ...]
   router: tuple[float, ...]
-  attn_groups: int
-  ffn_groups: int
 
   @property
   def layers(self) -> int:
     return len(self.attn)
-
-  @property
-  def attn_group(self) -> tuple[float, ...]:
-    """MACs of one attention group, by layer."""
-    return tuple(x / max(self.attn_groups, 1) for x in self.attn)
-
-  @property
-  def ffn_group(self) -> tuple[float, ...]:
-    """MACs of one FFN group, by layer."""
-    return tuple(x / max(self.ffn_groups, 1) for x in self.ffn)
 
   @property
   def total(self) -> float:
@@ -95,7 +81,6 @@ def layer_macs(
   if seq_len < 1:
     raise ValueError(f"seq_len={seq_len} must be at least 1.")
   d, heads = model.d_model, model.n_heads * model.head_dim
-  groups = route.groups(model)
   router = _router_macs(model, route)
   layers = model.n_layers
   attn = [
@@ -107,8 +92,6 @@ def layer_macs(
     ffn=(3.0 * d * model.d_ff,) * layers,
     kv=(2.0 * d * model.n_kv_heads * model.head_dim,) * layers,
     router=(router,) * layers,
-    attn_groups=groups["attn"],
-    ffn_groups=groups["ffn"],
   )
 
 

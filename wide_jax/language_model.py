@@ -98,7 +98,7 @@ class LanguageModel:
     """
     ids_BT = _checked_ids(ids, self.config.vocab)
     mask_BT = _checked_mask(mask, ids_BT.shape)
-    out_BTV, aux = modules._logits(
+    out_BTV, aux = modules.logits_and_aux(
       self._decoder,
       self._variables,
       jnp.asarray(ids_BT),
@@ -312,6 +312,8 @@ def _checked_mask(mask, shape: tuple[int, int]) -> np.ndarray:
   mask_BT = np.asarray(mask)
   if mask_BT.shape != shape:
     raise ValueError(f"mask has shape {mask_BT.shape}; ids has {shape}.")
+  if mask_BT.dtype.kind not in "biuf" or (mask_BT != mask_BT).any():
+    raise ValueError(f"mask has dtype {mask_BT.dtype}; want 0 and 1.")
   mask_BT = (mask_BT != 0).astype(np.int32)
   empty = np.flatnonzero(mask_BT.sum(1) == 0)
   if empty.size:

@@ -74,7 +74,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
   """The lines of a metrics.jsonl; a torn last line is left out.
 
   Raises:
-    ValueError: a line other than the last is no JSON object.
+    ValueError: a line other than the last is no JSON object of a run.
   """
   lines = pathlib.Path(path).read_text(errors="replace").split("\n")
   *whole, torn = lines  # what follows the last newline was never finished
@@ -85,10 +85,16 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
       row = json.loads(line)
       if not isinstance(row, dict):
         raise ValueError("not an object")
+      if not isinstance(row.get("step"), int) or not (
+        isinstance(row.get("stage"), str) and isinstance(row.get("kind"), str)
+      ):
+        raise ValueError("it lacks a stage, a step or a kind")
     except ValueError as e:
       if number == len(whole):
         break
-      raise ValueError(f"{path}, line {number}, is no JSON object: {e}") from e
+      raise ValueError(
+        f"{path}, line {number}, is no JSON object of a run: {e}"
+      ) from e
     out.append(row)
   return out
 

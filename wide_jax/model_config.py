@@ -50,12 +50,19 @@ class RopeConfig:
     Raises:
       ValueError: an unknown rope type or key, or one that the type needs.
     """
-    scaling = dict(cfg.get("rope_scaling") or cfg.get("rope_parameters") or {})
+    scaling = cfg.get("rope_scaling") or cfg.get("rope_parameters") or {}
+    check(
+      isinstance(scaling, Mapping),
+      f"rope_scaling={scaling!r} must be an object.",
+    )
+    scaling = dict(scaling)
     kind = scaling.pop("rope_type", None)
     alias = scaling.pop("type", None)
     kind = kind or alias or "default"
     one_of("rope_type", kind, _ROPE_KINDS[:-1])
     theta = scaling.pop("rope_theta", None) or cfg.get("rope_theta") or 10000.0
+    number = isinstance(theta, int | float) and not isinstance(theta, bool)
+    check(number and theta > 0, f"rope_theta={theta!r} must be positive.")
     longest = cfg.get("max_position_embeddings") or _hf_default(
       cfg.get("model_type", "llama"), "max_position_embeddings"
     )
@@ -196,6 +203,11 @@ class ModelConfig:
       whole = isinstance(value, int) and not isinstance(value, bool)
       if not whole and (value is not None or name in needed):
         raise ValueError(f"config.json has {name}={value!r}; want an integer.")
+    if cfg.get("max_position_embeddings", 1) is None:
+      raise ValueError("config.json has max_position_embeddings=None.")
+    eps = cfg.get("rms_norm_eps", 1e-6)
+    number = isinstance(eps, int | float) and not isinstance(eps, bool)
+    check(number and 0 <= eps < 1, f"rms_norm_eps={eps!r} must lie in [0, 1).")
     act = cfg.get("hidden_act", "silu")
     one_of("hidden_act", act, ("silu", "swish"))
     tp = cfg.get("pretraining_tp", 1) or 1
@@ -223,7 +235,7 @@ class ModelConfig:
       head_dim=head_dim,
       d_ff=cfg["intermediate_size"],
       max_positions=_hf_value(kind, cfg, "max_position_embeddings"),
-      norm_eps=cfg.get("rms_norm_eps", 1e-6),
+      norm_eps=eps,
       rope=RopeConfig.from_hf(cfg),
       tied=bool(cfg.get("tie_word_embeddings", False)),
       qkv_bias=kind == "qwen2" or (kind in ("llama", "qwen3") and bias),

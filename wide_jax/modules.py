@@ -546,7 +546,14 @@ def positions_and_segments(mask_BT: Array) -> tuple[Array, Array]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _logits(decoder, variables, ids_BT, mask_BT, gate):
+def logits_and_aux(
+  decoder: Decoder, variables: Tree, ids_BT: Ids, mask_BT: Array, gate: Gate
+) -> tuple[Float[Array, "B T V"], dict]:
+  """Logits, float32, and the `aux` of `Decoder`, of rows padded on either side.
+
+  Args:
+    mask_BT: 1 for a token, 0 for padding.
+  """
   positions, segments = positions_and_segments(mask_BT)
   hidden, aux = decoder.apply(variables, ids_BT, positions, segments, gate)
   table = head_table(variables["params"])
@@ -574,7 +581,9 @@ def logits(
     raise ValueError(f"token id {bad} is outside [0, {config.vocab}).")
   mask = jnp.ones_like(ids) if mask is None else jnp.asarray(mask)
   decoder = Decoder(config, dtype=jnp.dtype(dtype))
-  return _logits(decoder, {"params": params}, jnp.asarray(ids), mask, Gate())[0]
+  return logits_and_aux(
+    decoder, {"params": params}, jnp.asarray(ids), mask, Gate()
+  )[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -9,6 +9,7 @@ cudnn_mask 2.22 ms, triton 3.04 ms, xla 18.3 ms.
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -188,8 +189,14 @@ _PATHS = {
 }
 
 
+def _capability() -> tuple[int, ...]:
+  """Compute capability of the first device, () where it tells none."""
+  text = getattr(jax.devices()[0], "compute_capability", "")
+  return tuple(int(n) for n in re.findall(r"\d+", str(text)))
+
+
 def _why_not(
-  path, platform, dtype, length, head_dim, window, max_segments
+  path, platform, dtype, length, head_dim, window, max_segments, devices
 ) -> str | None:
   """The reason why `path` cannot run this case, or None."""
   uniform = isinstance(window, int)
@@ -204,6 +211,11 @@ def _why_not(
     return f"needs an NVIDIA GPU, this is {platform}"
   if path == "splash" and platform != "tpu":
     return f"needs a TPU, this is {platform}"
+  if path == "splash" and devices > 1:
+    # A Mosaic kernel is not partitioned by itself; it would need shard_map.
+    return f"is for one device, here are {devices}"
+  if path in ("cudnn", "cudnn_mask") and () < _capability() < (8,):
+    return f"needs compute capability 8.0, this is {_capability()}"
   if path == "cudnn":
     if _packed_attention() is None:
       return "this jax has no packed cuDNN attention"
@@ -235,8 +247,17 @@ def pick_attention(
   head_dim: int,
   window,
   max_segments: int = 0,
+  devices: int = 1,
 ) -> tuple[str, dict[str, str]]:
   """Chooses the attention path; a path asked for by name never falls back.
+
+  Args:
+    want: `auto` or the name of a path.
+    platform: `jax.default_backend()`.
+    dtype, length, head_dim: of the queries [B, T, N, H].
+    window: keys a query sees, 0 for all; None where layers differ.
+    max_segments: most segments in a row, 0 where that is not known.
+    devices: how many the program may be spread over.
 
   Returns:
     (path, {rejected path: reason}).
@@ -244,7 +265,7 @@ def pick_attention(
   Raises:
     ValueError: `want` is named and cannot run this case.
   """
-  case = (platform, dtype, length, head_dim, window, max_segments)
+  case = (platform, dtype, length, head_dim, window, max_segments, devices)
   if want != "auto":
     if want not in _PATHS:
       names = ("auto", *_PATHS)
@@ -295,6 +316,7 @@ def attention(
     head_dim=q_BTNH.shape[-1],
     window=window,
     max_segments=max_segments,
+    devices=jax.device_count(),  # the mesh is not known inside a jit
   )
   run = _PATHS[chosen]
   return run(q_BTNH, k_BSKH, v_BSKH, segments_BT, window, max_segments)

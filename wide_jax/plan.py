@@ -5,14 +5,15 @@ import time
 import jax
 import jax.numpy as jnp
 
-from wide_jax import flops, metrics, modules, ops, prepare
+from wide_jax import flops, loss, metrics, modules, prepare
 from wide_jax import step as steps
 from wide_jax.config import Method, Phase, RouteConfig, RunConfig
 from wide_jax.modules import Decoder
 
-# Assumed share of the peak, for hours only: what SmolLM2-135M reached on one
-# H200 (BUILD_NOTES.md); larger models reach more.
-ASSUMED_MFU = 0.12
+# Assumed share of the peak, for hours only: that of stage 2 of SmolLM2-135M on
+# one H200 (experiments/smollm2_h200; stage 1: 0.20). Larger models reach more,
+# 0.48 at 8B shapes (experiments/llama8b_shapes).
+ASSUMED_MFU = 0.14
 
 
 def describe(run: RunConfig) -> str:
@@ -25,15 +26,7 @@ def describe(run: RunConfig) -> str:
   if rate is None:
     rate = _measured_rate(run.model.dtype)
     assumed = "the speed of one large matmul here, just measured"
-  path, _ = ops.pick_attention(
-    run.model.attention,
-    platform=jax.default_backend(),
-    dtype=jnp.dtype(run.model.dtype),
-    length=run.data.seq_len,
-    head_dim=model.head_dim,
-    window=model.windows[0] if len(set(model.windows)) == 1 else None,
-    max_segments=1,
-  )
+  path, _ = prepare.attention_path(run, model, run.data.seq_len)
   lines = [f"attention path: {path}"]
   rows = []
   for phase in Phase:
@@ -56,15 +49,16 @@ def describe(run: RunConfig) -> str:
       dtype=run.model.dtype,
       remat=run.model.remat,
       materialised_scores=path == "xla",
+      chunk_logits=loss.CHUNK_LOGITS,
       fsdp=mesh.shape["fsdp"],
       tensor=mesh.shape["tensor"],
     )
     per_token = flops.train_flops_per_token(
       model, route, run.data.seq_len, names, lora, kl=stage.kl > 0
     )
-    tokens = (
-      stage.steps * stage.accumulate * run.data.batch_size * run.data.seq_len
-    )
+    rows_a_step = stage.accumulate * run.data.batch_size
+    # What has nothing to train is evaluated only.
+    tokens = stage.steps * rows_a_step * run.data.seq_len if names else 0
     rows.append(
       {
         "stage": phase.value,

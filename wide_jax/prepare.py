@@ -48,7 +48,8 @@ class Prepared:
     model: the model's shape.
     params: frozen backbone, channels in `channel_order`.
     channel_order: int32 [L, F], or None where channels were left alone.
-    static: router tree of `static_width`, measured; None for other methods.
+    static: router tree of `static_width` with scores measured on activations;
+      None for everything else.
     batches: training batches by step.
     calibration: two lists of batches: to set thresholds, to check them.
     texts: window length -> batches of the evaluation text.
@@ -111,6 +112,12 @@ def model_config(run: RunConfig) -> ModelConfig:
   if run.model.path == "random":
     model = ModelConfig.from_hf(dict(run.model.shape))
   else:
+    source = weights.resolve(run.model.path)
+    if source.export is not None:
+      raise ValueError(
+        f"model.path={run.model.path!r} is an export of a run; training starts"
+        f" from a base model, such as the one it names: {source.path}."
+      )
     model = weights.read_config(run.model.path)
   run.route.check_against(model)
   if run.route.method is not Method.DENSE:
@@ -131,16 +138,28 @@ def check_devices(run: RunConfig) -> tuple[ModelConfig, Mesh]:
   sharding.batch_spec(mesh, (run.data.batch_size, run.data.seq_len))
   for length in (run.data.seq_len, *run.eval.windows):
     rope.check_length(model, length)
-    ops.pick_attention(
-      run.model.attention,
-      platform=jax.default_backend(),
-      dtype=jnp.dtype(run.model.dtype),
-      length=length,
-      head_dim=model.head_dim,
-      window=model.windows[0] if len(set(model.windows)) == 1 else None,
-      max_segments=1,
-    )
+    attention_path(run, model, length)
   return model, mesh
+
+
+def attention_path(
+  run: RunConfig, model: ModelConfig, length: int, max_segments: int = 1
+) -> tuple[str, dict[str, str]]:
+  """`ops.pick_attention` for rows of `length` tokens of this run.
+
+  Raises:
+    ValueError: `model.attention` names a path that cannot run here.
+  """
+  return ops.pick_attention(
+    run.model.attention,
+    platform=jax.default_backend(),
+    dtype=jnp.dtype(run.model.dtype),
+    length=length,
+    head_dim=model.head_dim,
+    window=model.windows[0] if len(set(model.windows)) == 1 else None,
+    max_segments=max_segments,
+    devices=jax.device_count(),
+  )
 
 
 def check(run: RunConfig) -> None:
@@ -192,7 +211,7 @@ def prepare(run: RunConfig, workdir: pathlib.Path) -> Prepared:
   rows = data.Rows(training, run.data.seq_len, run.data.packing)
 
   order_file = workdir / ORDER
-  order = np.load(order_file) if order_file.exists() else None
+  order = _read_order(order_file) if order_file.exists() else None
   known = order is not None
   model, params, order, note = _load(run, model, mesh, order)
   notes = [note]
@@ -216,10 +235,18 @@ def prepare(run: RunConfig, workdir: pathlib.Path) -> Prepared:
     notes=(),
   )
   if order is None and _regroups(run, model):
+    if any((workdir / "checkpoints").glob("*/[0-9]*")):
+      raise ValueError(
+        f"{order_file} is missing, and the checkpoints beside it were trained"
+        " in its channel order. Put it back, or use another --workdir."
+      )
     prepared = _regroup(prepared, rows, order_file)
     groups = f"{run.route.groups(model)['ffn']} groups of {run.route.ffn_group}"
     notes.append(f"FFN channels regrouped: {groups} in each layer")
-  if run.route.method is Method.STATIC_WIDTH:
+  if (
+    run.route.method is Method.STATIC_WIDTH
+    and run.route.static_scores == "activation"
+  ):
     batch = _first_tokens(rows, run.regroup.tokens, run.seed)
     static = calibration.static_logits(
       prepared.decoder(None, None), prepared.params, batch, run.route
@@ -244,15 +271,9 @@ def _describe_texts(run: RunConfig, halves, texts) -> str:
 
 def _attention_note(prepared: Prepared) -> str:
   """Which attention path trains, and why not the faster ones."""
-  run, model = prepared.run, prepared.model
-  path, reasons = ops.pick_attention(
-    run.model.attention,
-    platform=jax.default_backend(),
-    dtype=jnp.dtype(run.model.dtype),
-    length=run.data.seq_len,
-    head_dim=model.head_dim,
-    window=model.windows[0] if len(set(model.windows)) == 1 else None,
-    max_segments=prepared.max_segments,
+  run = prepared.run
+  path, reasons = attention_path(
+    run, prepared.model, run.data.seq_len, prepared.max_segments
   )
   others = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
   return f"attention: {path}" + (f" ({others})" if others else "")
@@ -271,6 +292,15 @@ def _mesh_notes(prepared: Prepared) -> list[str]:
     note,
     *sharding.specs(variables, prepared.model, groups, mesh)[1],
   ]
+
+
+def _read_order(file: pathlib.Path) -> np.ndarray:
+  try:
+    return np.load(file)
+  except (EOFError, ValueError) as e:
+    raise ValueError(
+      f"{file} is damaged ({e}), and what was trained here depends on it."
+    ) from e
 
 
 def _regroups(run: RunConfig, model: ModelConfig) -> bool:

@@ -34,8 +34,6 @@ class Plan:
     phase: which.
     route: its routers; None for the dense model.
     names: collections that are trained.
-    learns: whether gates are noisy and straight-through; otherwise they are
-      hard, at calibrated thresholds.
   """
 
   phase: Phase
@@ -44,6 +42,7 @@ class Plan:
 
   @property
   def learns(self) -> bool:
+    """Whether gates are noisy and straight-through, not hard."""
     return "router" in self.names
 
   @property
@@ -96,8 +95,7 @@ class Stage:
     made = modules.init(self.decoder, self.run.seed, tuple(fresh))
     out = {**made, **{k: v for k, v in before.items() if v}}
     if self.p.static is not None and "router" not in before:
-      if self.run.route.static_scores == "activation":
-        out["router"] = self.p.static
+      out["router"] = self.p.static
     keep = {"router"} if self.plan.route is not None else set()
     keep |= {"lora"} if self.plan.has_lora else set()
     out = {k: v for k, v in out.items() if k in keep and jax.tree.leaves(v)}
@@ -349,6 +347,15 @@ class Stage:
     out["keep"] = first.keep
     return metrics.to_plain(out)
 
+  @property
+  def export_file(self):
+    """What an export directory of this stage is known by."""
+    return self._export_folder / export.EXPORT
+
+  @property
+  def _export_folder(self):
+    return self.p.workdir / "export" / self.plan.phase.value
+
   def save(self, result: dict) -> None:
     """Writes the export directory of this stage."""
     kept = {
@@ -357,7 +364,7 @@ class Stage:
       if k in self.variables
     }
     export.save_export(
-      self.p.workdir / "export" / self.plan.phase.value,
+      self._export_folder,
       base=self.run.model.path,
       model_config=self.p.model,
       route=self.plan.route or RouteConfig(method=Method.DENSE),

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
 
 from wide_jax import loss as losses
 from wide_jax import modules, routing
@@ -295,8 +294,3 @@ def eval_step(
     hidden, table, batch["targets"], batch["weights"]
   )
   return out
-
-
-def as_device_batch(batch: Tree, sharding) -> dict[str, Array]:
-  """Places a host batch; every value gets the same sharding."""
-  return {k: jax.device_put(v, sharding) for k, v in batch.items()}

@@ -14,6 +14,7 @@ import itertools
 import json
 import pathlib
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -153,7 +154,7 @@ def _file_rows(file: pathlib.Path, key: str) -> Iterator[Any]:
     raise ValueError(f"no text at {file}: it does not exist.") from e
   except UnicodeDecodeError as e:
     raise ValueError(f"{file} is not valid UTF-8: {e}") from e
-  except (EOFError, OSError) as e:
+  except (EOFError, OSError, zlib.error) as e:
     raise ValueError(f"{file} cannot be read: {e}") from e
 
 

@@ -19,6 +19,7 @@ from typing import Any, SupportsIndex
 import tokenizers
 
 from wide_jax import chat, gguf_tokenizer, paths
+from wide_jax.safetensors_io import read_json
 
 # Names under which models carry their end-of-text token, as opposed to the end
 # of a chat turn; the first that is a control token of the vocabulary is used.
@@ -249,12 +250,7 @@ def _from_directory(place: pathlib.Path, name: str) -> Tokenizer:
 
 
 def _read_json(file: pathlib.Path) -> dict[str, Any]:
-  if not file.exists():
-    return {}
-  try:
-    return json.loads(file.read_text("utf-8"))
-  except ValueError as e:
-    raise ValueError(f"{file} is not valid JSON: {e}") from e
+  return read_json(file) if file.exists() else {}
 
 
 def _read_core(place: pathlib.Path) -> tokenizers.Tokenizer:

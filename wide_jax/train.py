@@ -11,7 +11,6 @@ killed run stopped. A first run that needs no data: --config tiny.
 import contextlib
 import dataclasses
 import fcntl
-import json
 import logging
 import pathlib
 import shutil
@@ -27,6 +26,10 @@ from wide_jax import plan as plans
 from wide_jax.checkpoint import Checkpoints
 from wide_jax.config import Method, Phase, RunConfig
 from wide_jax.prepare import Prepared
+from wide_jax.safetensors_io import read_json
+
+# A realised rate further than this from its target is said aloud.
+WORTH_SAYING = 0.01
 
 # What may differ between a run and the run that goes on from it.
 _MAY_CHANGE = ("mesh", "device", "log_every", "checkpoint")
@@ -119,7 +122,8 @@ def _open_results(run: RunConfig, workdir: pathlib.Path) -> dict:
   """Results of an earlier, unfinished run here, or a fresh record.
 
   Raises:
-    ValueError: the earlier run had another configuration; names the fields.
+    ValueError: the earlier run had another configuration, whose fields are
+      named, or one of its files is damaged.
   """
   file = workdir / _CONFIG
   if not file.exists():
@@ -131,7 +135,7 @@ def _open_results(run: RunConfig, workdir: pathlib.Path) -> dict:
     # Of a run that ended before it had written its configuration.
     (workdir / prepare.ORDER).unlink(missing_ok=True)
     return {"stages": {}}
-  before = json.loads(file.read_text())
+  before = read_json(file)
   changed = _differences(before, _plain(run))
   if changed:
     raise ValueError(
@@ -140,7 +144,10 @@ def _open_results(run: RunConfig, workdir: pathlib.Path) -> dict:
     )
   results = workdir / "results.json"
   if results.exists():
-    return json.loads(results.read_text())
+    found = read_json(results)
+    if not isinstance(found.get("stages"), dict):
+      raise ValueError(f"{results} has stages={found.get('stages')!r}.")
+    return found
   return {"stages": {}}
 
 
@@ -226,7 +233,8 @@ def _stage(prepared, phase: Phase, carried: dict, results: dict, log) -> dict:
   name = phase.value
   stage = stages.Stage(prepared, phase, _inherited(phase, carried), log)
   done = name in results["stages"]
-  if not done or (stage.plan.names and phase is Phase.ROUTERS):
+  exported = stage.export_file.is_file()
+  if not done or not exported or phase is Phase.ROUTERS:
     speed = stage.train()  # a finished stage is only restored
   if not done:
     result = stage.evaluate()
@@ -237,6 +245,9 @@ def _stage(prepared, phase: Phase, carried: dict, results: dict, log) -> dict:
     results["stages"][name] = result
     _keep(prepared.workdir, results)
   result = results["stages"][name]
+  if done and not exported:
+    print(f"{name}: its export was missing and is written again")
+    stage.save(result)
   print(_describe(name, result, stage.plan.route is not None), flush=True)
   return {
     **carried,
@@ -254,6 +265,9 @@ def _describe(name: str, result: dict, routed: bool) -> str:
       f" {found['target']}; attention {found['attention']}, FFN"
       f" {found['ffn']}, FLOPs {found['flops']})"
     )
+    gap = abs(result["sparsity"]["realised"] - result["sparsity"]["target"])
+    if gap > WORTH_SAYING:
+      line += f"; THE TARGET IS MISSED by {100 * gap:.2f} points"
   if result["tokens_per_s"] is not None:
     line += f", {result['tokens_per_s']:,.0f} tokens/s"
   if result["mfu"] is not None:

@@ -299,7 +299,10 @@ def _some(names: list[str], limit: int = 6) -> str:
 
 
 def _leaf_dtypes(leaves, config, dtype, like) -> dict[str, np.dtype]:
-  name = np.dtype(dtype).name
+  try:
+    name = np.dtype(dtype).name
+  except TypeError:
+    name = str(dtype)
   if name not in _DTYPES:
     raise ValueError(f"dtype={name!r} must be one of {sorted(_DTYPES)}.")
   if like is None:

@@ -272,6 +272,7 @@ def _merge(args) -> int:
     raise ValueError(f"--text {args.text} is no file.")
   if args.window < 2:
     raise ValueError(f"--window {args.window} must be at least 2.")
+  export.check_replaceable(args.out, MERGED)  # before a model is read
   source = weights.resolve(args.model)
   if source.kind == "hf" and (source.path / MERGED).is_file():
     before = json.loads((source.path / MERGED).read_text()).get("lora")
@@ -302,6 +303,7 @@ def _merge(args) -> int:
     merged.params,
     tokenizer_dir=source.path if source.kind == "hf" else None,
     files=files,
+    marker=MERGED,
   )
   print(
     f"{args.out}: the dense recovered model in {dtype}, {args.model} with"

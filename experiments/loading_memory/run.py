@@ -60,7 +60,7 @@ def write_checkpoint(folder: pathlib.Path) -> None:
   import ml_dtypes
   import numpy as np
 
-  from wide_jax import hf_directory, safetensors_io, weights
+  from wide_jax import hf_directory, safetensors_io, tree_layout
   from wide_jax.model_config import ModelConfig
 
   config = ModelConfig(
@@ -83,7 +83,7 @@ def write_checkpoint(folder: pathlib.Path) -> None:
       leaf.hf_shape,
       lambda leaf=leaf: np.resize(noise, leaf.hf_shape),
     )
-    for leaf in weights.layout(config)
+    for leaf in tree_layout.layout(config)
     for i in range(config.n_layers if leaf.stacked else 1)
   ]
   shards, table = 5, {}

@@ -46,7 +46,7 @@ from wide_jax import (  # noqa: E402
   text_sources,
   tokenizers,
 )
-from wide_jax.config import ModelConfig  # noqa: E402
+from wide_jax.model_config import ModelConfig  # noqa: E402
 from wide_jax.safetensors_io import read_json, write_json  # noqa: E402
 
 END = "<|endoftext|>"
