@@ -560,7 +560,7 @@ def logits_and_aux(
   out = jnp.einsum(
     "BTD,VD->BTV", hidden, table, preferred_element_type=jnp.float32
   )
-  return out, aux
+  return out, dict(aux)
 
 
 def logits(
