@@ -618,6 +618,7 @@ def test_merge_command(based, tmp_path, capsys):
   assert weights_cli.main([*words, "--model", str(folder)]) == 0
   said = capsys.readouterr().out
   assert "the dense recovered model in float32" in said
+  assert "perplexity not measured" in said  # its tokenizer.json is no tokenizer
   ids = random_ids()
   ours = our_logits(config, params, ids, lora, lora_config)
   assert_parity(ours, hf_logits(read_hf(out), ids))
@@ -716,3 +717,27 @@ def test_nan_fails_the_comparison():
   assert not found.max_abs <= 1e9 and not found.mean_kl <= 1e9
   with pytest.raises(ValueError, match=r"\(4, 9\) and \(3, 9\)"):
     weights_cli.compare(lambda _: good, lambda _: good[:3], [row])
+
+
+def test_merge_says_the_perplexity_of_what_it_wrote(tmp_path, capsys):
+  """The dense recovered model is another model; a zero adapter is not."""
+  from wide_jax import evaluate, paths
+
+  base = weights.load_params("embedded")
+  config = LoraConfig(rank=2)
+  shapes = adapters.lora_shapes(base.config, config)
+  lora = weights.unflatten(
+    {k: np.zeros(v, np.float32) for k, v in weights.flatten(shapes).items()}
+  )
+  export.save_adapter(tmp_path / "a", lora, config, base.config)
+  out = str(tmp_path / "out")
+  words = ["merge", "--model", "embedded", "--lora", str(tmp_path / "a")]
+  assert weights_cli.main([*words, "--out", out, "--window", "256"]) == 0
+  said = capsys.readouterr().out.split("windows of 256: ")[1]
+  want = evaluate.perplexity_of_path(
+    str(paths.EMBEDDED_MODEL),
+    "embedded",
+    256,
+    max_tokens=weights_cli.DEFAULT_TOKENS,
+  )
+  assert float(said) == pytest.approx(want, abs=1e-3)

@@ -159,7 +159,11 @@ def _add(total, part):
 
 
 def perplexity_of_path(
-  path: str, text: str, window: int = 2048, dtype: str = "float32"
+  path: str,
+  text: str,
+  window: int = 2048,
+  dtype: str = "float32",
+  max_tokens: int = 0,
 ) -> float:
   """Rolling token perplexity of a dense model on disk.
 
@@ -168,9 +172,10 @@ def perplexity_of_path(
     text: a text file, or `embedded`.
     window: tokens a window; stride = window.
     dtype: compute dtype.
+    max_tokens: of the text; 0 for all.
   """
   loaded = weights.load_params(path, dtype=dtype)
-  ids = data.text_ids([text], load_tokenizer(path))
+  ids = data.text_ids([text], load_tokenizer(path), max_tokens=max_tokens)
   batches = window_batches(data.eval_windows(ids, window), 1)
   decoder = Decoder(loaded.config, dtype=jnp.dtype(dtype))
   macs = flops.layer_macs(

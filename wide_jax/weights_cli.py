@@ -28,6 +28,10 @@ MERGED = "wide_merged.json"
 _WINDOW = 512
 
 
+# Tokens of the embedded text that `merge` scores where no text is named.
+DEFAULT_TOKENS = 2048
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command line; returns its exit code."""
   return cli.run(_main, argv)
@@ -107,7 +111,12 @@ def _parser() -> argparse.ArgumentParser:
     help="of the written weights (default %(default)s: as the base is stored)",
   )
   merge.add_argument(
-    "--text", metavar="FILE", help="text to measure its perplexity on"
+    "--text",
+    metavar="FILE",
+    help=(
+      "text to measure its perplexity on (default: the first"
+      f" {DEFAULT_TOKENS:,} tokens of the embedded evaluation text)"
+    ),
   )
   merge.add_argument(
     "--window",
@@ -310,14 +319,27 @@ def _merge(args) -> int:
     f" {args.lora} (scale {lora_config.scale:g}) added in. It holds no router:"
     " every token computes the full width."
   )
-  if args.text:
-    from wide_jax import evaluate
-
-    score = evaluate.perplexity_of_path(args.out, args.text, args.window)
-    print(
-      f"perplexity on {args.text}, windows of {args.window}: {float(score):.4f}"
-    )
+  print(_perplexity(args))
   return 0
+
+
+def _perplexity(args) -> str:
+  """One sentence about the merged model on the text asked for."""
+  from wide_jax import evaluate
+
+  name = args.text or "the embedded text"
+  try:
+    score = evaluate.perplexity_of_path(
+      args.out,
+      args.text or "embedded",
+      args.window,
+      max_tokens=0 if args.text else DEFAULT_TOKENS,
+    )
+  except ValueError as e:
+    if args.text:
+      raise
+    return f"perplexity not measured: {e}"  # a model without a tokenizer
+  return f"perplexity on {name}, windows of {args.window}: {float(score):.4f}"
 
 
 def _tokenizer_files(gguf_file: pathlib.Path) -> dict[str, str]:
