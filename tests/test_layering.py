@@ -23,6 +23,7 @@ RANKS = (
     "data",
     "export",
     "figures",
+    "fingerprint",
     "gguf_reader",
     "gguf_tokenizer",
     "hf_directory",

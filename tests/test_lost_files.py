@@ -1,11 +1,13 @@
-"""What a finished run does about files that were deleted afterwards."""
+"""What a run does about files that were deleted or changed meanwhile."""
 
 import shutil
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny_runs
 
-from wide_jax import cli, export, train
+from wide_jax import cli, export, fingerprint, paths, train
 
 FEW = ("routers.steps=2", "recover.steps=2", "dense_lora.steps=0")
 
@@ -37,3 +39,32 @@ def test_a_lost_channel_order_is_refused(finished, capsys):
   (finished / "channel_order.npy").unlink()
   assert cli.run(train.main, tiny_runs.argv(finished, *FEW)) == 2
   assert "channel_order.npy is missing" in capsys.readouterr().err
+
+
+def test_another_text_under_the_old_name_is_refused(tmp_path, capsys):
+  text = tmp_path / "text.txt"
+  text.write_text(paths.EMBEDDED_TEXT.read_text()[:30_000])
+  run = tmp_path / "run"
+  words = tiny_runs.argv(
+    run, f"data.train={text}", "routers.steps=2", "recover.steps=0"
+  )
+  words.append("--config.dense_lora.steps=0")
+  assert cli.run(train.main, words) == 0
+  text.write_text(text.read_text().replace("the", "teh"))
+  capsys.readouterr()
+  assert cli.run(train.main, words) == 2
+  assert "another training text" in capsys.readouterr().err
+
+
+def test_fingerprints_see_a_change_and_no_reordered_channels():
+  rng = np.random.default_rng(0)
+  params = {
+    "embed": {"table": jnp.asarray(rng.normal(size=(40, 8)), jnp.bfloat16)},
+    "layers": {"ffn": {"up": {"kernel": jnp.asarray(rng.normal(size=(2, 8)))}}},
+  }
+  before = fingerprint.of_params(params)
+  turned = {**params, "layers": {"ffn": {"up": {"kernel": jnp.ones((2, 8))}}}}
+  assert fingerprint.of_params(turned) == before
+  table = params["embed"]["table"]
+  other = {**params, "embed": {"table": table.at[3, 3].add(1)}}
+  assert fingerprint.of_params(other) != before

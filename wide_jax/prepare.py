@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from wide_jax import (
   calibration,
   data,
+  fingerprint,
   flops,
   metrics,
   modules,
@@ -54,6 +55,7 @@ class Prepared:
     calibration: two lists of batches: to set thresholds, to check them.
     texts: window length -> batches of the evaluation text.
     max_segments: most segments in a training row, 0 for too many to split.
+    inputs: fingerprint of everything that a resumed run must find unchanged.
     notes: what was found, one sentence each.
   """
 
@@ -68,6 +70,7 @@ class Prepared:
   calibration: tuple[list, list]
   texts: dict[int, list]
   max_segments: int
+  inputs: dict[str, str]
   notes: tuple[str, ...]
 
   def decoder(self, route, lora) -> Decoder:
@@ -232,6 +235,12 @@ def prepare(run: RunConfig, workdir: pathlib.Path) -> Prepared:
     calibration=halves,
     texts=texts,
     max_segments=segments if segments <= MOST_SEGMENTS else 0,
+    inputs={
+      "weights": fingerprint.of_params(params),
+      "training text": fingerprint.of_tokens(training),
+      "calibration text": fingerprint.of_batches(sum(halves, [])),
+      "evaluation text": fingerprint.of_batches(sum(texts.values(), [])),
+    },
     notes=(),
   )
   if order is None and _regroups(run, model):

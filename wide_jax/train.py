@@ -61,6 +61,7 @@ def train(run: RunConfig, workdir: pathlib.Path) -> dict:
   """
   results = _open_results(run, workdir)
   prepared = prepare.prepare(run, workdir)
+  _check_inputs(results, prepared)
   # From here on the directory belongs to this configuration.
   metrics.write_json(workdir / _CONFIG, _plain(run))
   for note in prepared.notes:
@@ -153,6 +154,25 @@ def _open_results(run: RunConfig, workdir: pathlib.Path) -> dict:
 
 def _plain(run: RunConfig) -> dict:
   return metrics.to_plain(dataclasses.asdict(run))
+
+
+def _check_inputs(results: dict, prepared: Prepared) -> None:
+  """Refuses to go on with other weights or another text than before.
+
+  The batch size of evaluation follows the mesh, so texts are compared where the
+  mesh is the same.
+  """
+  now = prepared.inputs | {"mesh": str(dict(prepared.mesh.shape))}
+  before = results.setdefault("inputs", now)
+  same_mesh = before.get("mesh") == now["mesh"]
+  names = ["weights", "training text"]
+  names += ["calibration text", "evaluation text"] if same_mesh else []
+  changed = [name for name in names if before.get(name) != now[name]]
+  if changed:
+    raise ValueError(
+      f"{str(prepared.workdir)!r} was begun with another"
+      f" {' and another '.join(changed)}. Use another --workdir."
+    )
 
 
 def _differences(before: Any, now: Any, name: str = "") -> list[str]:
