@@ -100,8 +100,8 @@ def dropout(x: Array, key: Array, rate: float) -> Array:
   """Inverted dropout from 16 random bits an element.
 
   The kept share is round((1 - rate) * 2^16) / 2^16 and the scale is its exact
-  inverse, so the mean is unbiased at any rate; half the bits cost half the
-  time, which at D 576 is a tenth of a training step.
+  inverse, so the mean is unbiased at any rate; one 32-bit draw serves two
+  elements.
   """
   keep = round((1.0 - rate) * 65536)
   half = -(-x.shape[-1] // 2)
