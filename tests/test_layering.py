@@ -10,7 +10,7 @@ OURS = ("wide_jax", "pallas_kernels")
 
 # A file imports from lower ranks, or from its own where that makes no circle.
 RANKS = (
-  {"axes", "checks", "config", "model_config", "paths", "versions"},
+  {"atomic", "axes", "checks", "config", "model_config", "paths", "versions"},
   {"rope", "flops"},
   {"routing", "ops"},
   {"modules"},
@@ -40,7 +40,7 @@ RANKS = (
   },
   {"step"},
   {"calibration", "evaluate", "language_model"},
-  {"plan", "prepare", "stages"},
+  {"dry_run", "prepare", "stages"},
   {"train"},
 )
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}

@@ -193,7 +193,7 @@ def test_training_keeps_as_often_as_its_probability():
 def surrogate_of(logits0, hard0, tau):
   """Hard decisions at the starting point, soft moves around it."""
 
-  def gate(logits, noise, _):
+  def gate(logits, noise, *_):
     groups = logits.shape[-1]
     soft = jax.nn.sigmoid((logits + noise) / tau)
     soft0 = jax.nn.sigmoid((logits0[groups] + noise) / tau)

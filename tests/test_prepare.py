@@ -2,12 +2,14 @@
 
 import json
 
+import jax
 import pytest
 
-from wide_jax import plan, prepare
+from wide_jax import dry_run, prepare, sharding
 from wide_jax.config import (
   DataConfig,
   EvalConfig,
+  MeshConfig,
   Method,
   ModelSource,
   RouteConfig,
@@ -32,5 +34,22 @@ def test_a_stage_that_trains_nothing_takes_no_time():
     routers=StageConfig(steps=5),
     recover=StageConfig(steps=0),
   )
-  row = plan.describe(run).splitlines()[3].split()
+  row = dry_run.describe(run).splitlines()[3].split()
   assert row[:5] == ["routers", "nothing", "0", "0", "0s"]
+
+
+def test_a_compilation_cache_is_told_of_on_several_cpu_devices(tmp_path):
+  """A program loaded from it may hang there."""
+  if jax.default_backend() != "cpu":
+    pytest.skip("other backends keep the order of collectives")
+  one, two = (sharding.make_mesh(MeshConfig(data=n)) for n in (1, 2))
+  before = jax.config.values["jax_compilation_cache_dir"]
+  try:
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert prepare._cache_notes(two) == []
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    assert prepare._cache_notes(one) == []
+    (note,) = prepare._cache_notes(two)
+  finally:
+    jax.config.update("jax_compilation_cache_dir", before)
+  assert str(tmp_path) in note and "may hang" in note

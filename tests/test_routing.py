@@ -39,6 +39,28 @@ def test_straight_through_is_hard_forward_and_soft_backward(tau):
   np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6 / tau)
 
 
+def test_given_decisions_replace_the_hard_ones_alone():
+  """A replayed decision is what it was; its gradient stays the soft one's."""
+  rng = np.random.default_rng(1)
+  logits, noise, weights = (
+    jnp.asarray(rng.standard_normal((6, 8)), jnp.float32) for _ in range(3)
+  )
+  given = jnp.asarray(rng.random((6, 8)) < 0.5)
+  own = logits + noise > 0
+  assert (given != own).any() and (given == own).any()
+
+  def value(logits, hard):
+    keep = routing.straight_through(logits, noise, 0.7, hard)
+    return (keep * weights).sum(), keep
+
+  grad = jax.jit(jax.grad(value, has_aux=True))
+  slope, keep = grad(logits, given)
+  np.testing.assert_array_equal(keep, np.asarray(given, np.float32))
+  free_slope, free = grad(logits, None)
+  np.testing.assert_array_equal(free, np.asarray(own, np.float32))
+  np.testing.assert_array_equal(slope, free_slope)
+
+
 def test_temperature_is_linear():
   tau = (5.0, 0.5)
   assert routing.temperature(0, 10, tau) == 5.0

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_runs
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from wide_jax import prepare, sharding
+from wide_jax import prepare, sharding, stages
 from wide_jax.config import MeshConfig, ModelSource, RunConfig
-from wide_jax.routing import Gate
+from wide_jax.routing import KINDS, threshold_gate
 
 MESHES = {
   "one": ("mesh.data=1",),
@@ -20,19 +22,88 @@ MESHES = {
   "fsdp2_tensor2": ("mesh.data=1", "mesh.fsdp=2", "mesh.tensor=2"),
 }
 SPREAD = tuple(MESHES)[1:]
+PHASES = ("routers", "recover")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def programs(tmp_path_factory):
-  with tiny_runs.quick_compiling(tmp_path_factory) as folder:
+  # Not shared: see quick_compiling.
+  with tiny_runs.quick_compiling(tmp_path_factory, share=False) as folder:
     yield folder
+
+
+class Steps:
+  """A step function that hands out its decisions and follows a reference's.
+
+  A step is run free. Where it decided otherwise than the reference did (a logit
+  within rounding of its threshold), that is counted, and the step repeated from
+  the state before it with the reference's decisions forced.
+
+  Attributes:
+    masks: {kind: bool [A, L, B, T, G]} of every free step.
+    losses: of every free step.
+    differing: decisions of every free step that were not the reference's.
+    last: the arguments of the last step.
+  """
+
+  def __init__(self, step_fn, mesh, reference=()):
+    self.step_fn, self.mesh, self.reference = step_fn, mesh, reference
+    self.masks, self.losses, self.differing = [], [], []
+
+  def __call__(self, state, frozen, batch, thresholds):
+    self.last = (self.copied(state), frozen, batch, thresholds)
+    state, out = self.step_fn(state, frozen, batch, thresholds)
+    masks = jax.device_get(out.pop("masks"))
+    self.masks.append(masks)
+    self.losses.append(float(out["loss"]))
+    if not self.reference:
+      return state, out
+    want = self.reference[len(self.masks) - 1]
+    differing = sum(int((masks[k] != want[k]).sum()) for k in KINDS)
+    self.differing.append(differing)
+    return self.again(want) if differing else (state, out)
+
+  def again(self, masks):
+    """The last step once more, with these decisions."""
+    state, frozen, batch, thresholds = self.last
+    rows = NamedSharding(self.mesh, P(None, None, sharding.BATCH_AXES))
+    batch = {**batch, "masks": sharding.put(masks, rows)}
+    state, out = self.step_fn(self.copied(state), frozen, batch, thresholds)
+    jax.tree.map(np.testing.assert_array_equal, out.pop("masks"), masks)
+    return state, out
+
+  @staticmethod
+  def copied(state):
+    """Since a step gives its state's memory away."""
+    return jax.tree.map(jnp.copy, state)
+
+
+def following(reference: dict[str, list]) -> type[stages.Stage]:
+  """A stage that runs `Steps`; reference: masks of each step, by stage."""
+
+  class Following(stages.Stage):
+    def _loop(self, step_fn, *rest):
+      steps = reference.get(self.plan.phase.value, ())
+      self.steps = Steps(step_fn, self.p.mesh, steps)
+      return super()._loop(self.steps, *rest)
+
+    def train(self):
+      self.decoder = self.decoder.copy(capture=("masks",))
+      return super().train()
+
+  return Following
 
 
 @pytest.fixture(scope="module")
 def run_on(programs, tmp_path_factory):
   @functools.cache
   def make(mesh: str) -> tiny_runs.Finished:
-    return tiny_runs.run(tmp_path_factory.mktemp(mesh), *MESHES[mesh])
+    reference = {}
+    if mesh != "one":
+      reference = {p: s.steps.masks for p, s in make("one").stages.items()}
+    return tiny_runs.run(
+      tmp_path_factory.mktemp(mesh), *MESHES[mesh], stage=following(reference)
+    )
 
   return make
 
@@ -41,11 +112,7 @@ def masks(finished: tiny_runs.Finished, phase: str) -> np.ndarray:
   """Keep decisions on the evaluation text, at the calibrated thresholds."""
   stage = finished.stages[phase]
   decoder = stage.decoder.copy(capture=("masks",))
-  found = stage.evaluate()["thresholds"]
-  gate = Gate(
-    mode="threshold",
-    thresholds={k: jnp.asarray(v, jnp.float32) for k, v in found.items()},
-  )
+  gate = threshold_gate(stage.evaluate()["thresholds"])
 
   @jax.jit
   def decide(variables, ids, positions, segments, gate):
@@ -57,13 +124,14 @@ def masks(finished: tiny_runs.Finished, phase: str) -> np.ndarray:
     placed = stage.p.place(batch)
     inputs = [placed[k] for k in ("ids", "positions", "segments")]
     kept = decide(stage.variables, *inputs, gate)
-    out += [np.asarray(kept[k]).ravel() for k in ("attn", "ffn")]
+    out += [np.asarray(kept[k]).ravel() for k in KINDS]
   return np.concatenate(out)
 
 
 @pytest.mark.parametrize("mesh", SPREAD)
-@pytest.mark.parametrize("phase", ["routers", "recover"])
+@pytest.mark.parametrize("phase", PHASES)
 def test_same_loss_at_every_step(run_on, mesh, phase):
+  """Of free steps, but where one decided otherwise: there of the replay."""
   one = run_on("one").lines(stage=phase)
   many = run_on(mesh).lines(stage=phase)
   assert [r["step"] for r in many] == [r["step"] for r in one]
@@ -75,12 +143,38 @@ def test_same_loss_at_every_step(run_on, mesh, phase):
 
 
 @pytest.mark.parametrize("mesh", SPREAD)
-@pytest.mark.parametrize("phase", ["routers", "recover"])
+@pytest.mark.parametrize("phase", PHASES)
 def test_same_decisions(run_on, mesh, phase):
+  """All but 1e-5 of those of the free steps and of the evaluation text."""
   one, many = (masks(run_on(m), phase) for m in ("one", mesh))
   assert one.size == 2 * 4 * 1024 * 12  # 4 layers, 8 + 16 groups a token
   assert 0.3 < one.mean() < 0.7
-  assert np.mean(one != many) <= 1e-5
+  differing = run_on(mesh).stages[phase].steps.differing
+  assert len(differing) == 20
+  total = 20 * 4 * 256 * 24 + one.size
+  assert sum(differing) + np.sum(one != many) <= 1e-5 * total
+
+
+def test_a_flipped_decision_is_found_and_replayed(run_on):
+  """The mesh against a reference of which one decision was turned."""
+  one = run_on("one").stages["routers"].steps
+  many = run_on("fsdp2_tensor2").stages["routers"].steps
+
+  def loss_of(masks):
+    return float(one.again(masks)[1]["loss"])
+
+  assert loss_of(one.masks[-1]) == pytest.approx(one.losses[-1], rel=1e-6)
+  flipped = jax.tree.map(np.copy, one.masks[-1])
+  flipped["ffn"][0, 0, 1, 20, 3] ^= True
+  want = loss_of(flipped)
+  assert abs(want / one.losses[-1] - 1) > 1e-4
+
+  follower = Steps(many.step_fn, many.mesh, [flipped])
+  state, *rest = many.last
+  _, out = follower(follower.copied(state), *rest)
+  assert follower.differing == [many.differing[-1] + 1]
+  assert follower.losses == [pytest.approx(one.losses[-1], rel=1e-5)]
+  assert float(out["loss"]) == pytest.approx(want, rel=1e-5)
 
 
 def shard_shapes(tree) -> dict[str, tuple[int, ...]]:

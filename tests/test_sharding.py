@@ -1,6 +1,8 @@
 """The mesh, the table of leaves, where arrays and optimiser state lie."""
 
+import functools
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,15 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from wide_jax import sharding
-from wide_jax.config import MeshConfig
+from wide_jax import flops, modules, sharding
+from wide_jax import step as steps
+from wide_jax.config import (
+  DataConfig,
+  MeshConfig,
+  Phase,
+  RouteConfig,
+  RunConfig,
+)
 from wide_jax.model_config import ModelConfig
 
 R, RANK = 3, 5  # router rank, LoRA rank
@@ -352,3 +361,48 @@ def test_batches():
     sharding.batch_spec(mesh, (6, 5))
   with pytest.raises(ValueError, match=r"\[B, T\].*\(8,\)"):
     sharding.batch_spec(mesh, (8,))
+
+
+def test_fsdp_moves_weights_and_never_the_batch():
+  """No collective carries rows of the whole batch, in a router step.
+
+  Without `Decoder.spread` XLA all-gathers the FFN's activations and all-reduces
+  the logits of all 8 rows.
+  """
+  rows, length = 8, 16
+  m, mesh = model(), sharding.make_mesh(MeshConfig(data=1, fsdp=4))
+  run = RunConfig(
+    route=RouteConfig(ffn_group=16),
+    data=DataConfig(seq_len=length, batch_size=rows),
+  )
+  decoder = modules.Decoder(
+    m, run.route, attention="xla", spread=sharding.activation_spec(mesh)
+  )
+
+  def places(tree):
+    return sharding.specs(tree, m, run.route.groups(m), mesh)[0]
+
+  tree = {k: v for k, v in modules.abstract(decoder).items() if v}
+  tree = sharding.abstract(tree, places(tree))
+  router, frozen = steps.split(tree, ("router",))
+  state = jax.eval_shape(
+    functools.partial(steps.init_state, stage=run.routers), router
+  )
+  batch = {
+    name: jax.ShapeDtypeStruct(
+      (1, rows, length),
+      jnp.float32 if name == "weights" else jnp.int32,
+      sharding=sharding.batch_spec(mesh, (1, rows, length)),
+    )
+    for name in ("ids", "targets", "segments", "positions", "weights")
+  }
+  macs = flops.layer_macs(m, run.route, length)
+  spec = steps.StepSpec(decoder, run, Phase.ROUTERS, macs, "train")
+  step = jax.jit(functools.partial(steps.train_step, spec))
+  text = step.lower(state, frozen, batch, None).compile().as_text()
+  moved = re.findall(
+    r"(\w+\[[\d,]*\])\S* (all-gather|all-reduce|all-to-all)\(", text
+  )
+  assert any(kind == "all-gather" for _, kind in moved), moved
+  # Token ids may travel (to rows of a split embedding); activations not.
+  assert not [x for x in moved if f"f32[{rows},{length}," in x[0]], moved

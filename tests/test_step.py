@@ -328,6 +328,36 @@ def test_micro_batches_equal_one_large_batch(adapters):
   np.testing.assert_allclose(metrics["lm_loss"], want, rtol=1e-5)
 
 
+# --- replay of decisions -----------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_step_is_replayed_with_its_decisions(count):
+  """Same metrics and gradient by its own masks; a turned token moves it."""
+  decoder = Decoder(MODEL, ROUTE, capture=("masks",))
+  trainer = Trainer(
+    make_spec("routers", decoder, "train"), ("router",), variables(decoder)
+  )
+  batch = make_batch(count)
+  state, metrics = trainer(trainer.fresh(), batch)
+  masks = metrics["masks"]
+  groups = ROUTE.groups(MODEL)
+  for kind in KINDS:
+    shape = (count, MODEL.n_layers, *batch["ids"].shape[1:], groups[kind])
+    assert masks[kind].shape == shape and masks[kind].dtype == bool
+    assert 0 < masks[kind].mean() < 1
+  again, repeated = trainer(trainer.fresh(), {**batch, "masks": masks})
+  same(repeated.pop("masks"), masks)
+  close_trees(gradient(again), gradient(state))
+  for name in ("loss", "lm_loss", "grad_norm", "budget"):
+    np.testing.assert_allclose(repeated[name], metrics[name], rtol=1e-6)
+  turned = masks["ffn"].at[-1, 0, 0, 0].apply(jnp.logical_not)
+  other = {**masks, "ffn": turned}
+  _, moved = trainer(trainer.fresh(), {**batch, "masks": other})
+  same(moved["masks"], other)
+  assert abs(moved["lm_loss"] - metrics["lm_loss"]) > 1e-5
+
+
 # --- precision (E3) ----------------------------------------------------------
 
 

@@ -57,11 +57,19 @@ class Finished:
     return read_lines(self.workdir, kind, stage)
 
 
-def run(workdir, *overrides: str, config: str = "tiny:smoke") -> Finished:
-  """Runs in this process; a user's mistake is raised as it is."""
+def run(
+  workdir,
+  *overrides: str,
+  config: str = "tiny:smoke",
+  stage: type[stages.Stage] = stages.Stage,
+) -> Finished:
+  """Runs in this process; a user's mistake is raised as it is.
+
+  `stage` stands in for `Stage`, so that a test can watch its steps.
+  """
   seen = {}
 
-  class Recorded(stages.Stage):
+  class Recorded(stage):
     def __init__(self, prepared, phase, before, log):
       super().__init__(prepared, phase, before, log)
       seen[phase.value] = self
@@ -89,15 +97,20 @@ def read_lines(workdir, kind: str, stage: str | None = None) -> list[dict]:
 
 
 @contextlib.contextmanager
-def quick_compiling(tmp_path_factory):
-  """Shares programs within one test session; yields their directory."""
+def quick_compiling(tmp_path_factory, share: bool = True):
+  """Shares programs within one test session; yields their directory.
+
+  Not to be shared are programs for several devices: XLA's CPU client loads
+  them without the order of their collectives, and with more devices than cores
+  such a program now and then waits for itself until XLA ends the process.
+  """
   base = tmp_path_factory.getbasetemp()
   if "PYTEST_XDIST_WORKER" in os.environ:
     base = base.parent
   folder = base / "programs"
   settings = {
     "jax_disable_most_optimizations": True,
-    "jax_compilation_cache_dir": str(folder),
+    "jax_compilation_cache_dir": str(folder) if share else None,
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
   }

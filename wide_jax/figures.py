@@ -9,7 +9,7 @@ import matplotlib.figure
 import matplotlib.ticker
 import numpy as np
 
-from wide_jax import metrics
+from wide_jax import atomic, metrics
 
 _DPI = 150
 _BLUE, _ORANGE, _GREY = "#1f6fb4", "#d9791b", "#777777"
@@ -25,7 +25,7 @@ def _figure(width: float, height: float) -> matplotlib.figure.Figure:
 
 
 def _save(figure: matplotlib.figure.Figure, path: str | os.PathLike) -> None:
-  with metrics.replacing(path) as temporary:
+  with atomic.replacing(path) as temporary:
     figure.savefig(temporary, dpi=_DPI, format="png")
 
 

@@ -4,7 +4,6 @@
 `{"stage": "routers", "step": 10, "kind": "train", "loss": ..., ...}`.
 """
 
-import contextlib
 import io
 import json
 import math
@@ -12,14 +11,14 @@ import os
 import pathlib
 import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 import numpy as np
 import tqdm
 
+from wide_jax import atomic
 from wide_jax.config import Phase
 
 STAGES = tuple(phase.value for phase in Phase)
@@ -27,29 +26,10 @@ STAGES = tuple(phase.value for phase in Phase)
 # --- files -------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def replacing(path: str | os.PathLike) -> Generator[pathlib.Path]:
-  """A temporary name beside `path` that takes its place when all went well."""
-  path = pathlib.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  handle, name = tempfile.mkstemp(
-    dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix
-  )
-  os.close(handle)
-  try:
-    yield pathlib.Path(name)
-    with open(name, "rb") as f:
-      os.fsync(f.fileno())
-    os.chmod(name, 0o644)  # mkstemp makes files that only the owner reads
-    os.replace(name, path)
-  finally:
-    pathlib.Path(name).unlink(missing_ok=True)
-
-
 def write_json(path: str | os.PathLike, obj: Any) -> None:
   """Writes `obj` as indented JSON in one step; see `to_plain`."""
   text = json.dumps(to_plain(obj), indent=2, allow_nan=False) + "\n"
-  with replacing(path) as temporary:
+  with atomic.replacing(path) as temporary:
     temporary.write_text(text)
 
 
@@ -149,7 +129,7 @@ class MetricsLog:
   def _drop_repeated(self) -> list[dict[str, Any]]:
     rows = read_metrics(self.path) if self.path.exists() else []
     kept = [row for row in rows if self._survives(row["stage"], row["step"])]
-    with replacing(self.path) as temporary:
+    with atomic.replacing(self.path) as temporary:
       temporary.write_text("".join(_dump(row) for row in kept))
     for old in self._events.glob("*"):
       if not self._survives(old.name, 0):

@@ -171,6 +171,7 @@ class Block(nn.Module):
   gate_mode: str
   window: int | None
   capture: tuple[str, ...] = ()
+  spread: jax.sharding.Sharding | None = None
 
   def setup(self):
     m = self.model
@@ -209,7 +210,7 @@ class Block(nn.Module):
     out = self.attn(h_BTD, keep_attn, drop, per_layer, shared)
     if "inner" in self.capture:
       aux["heads"] = out[1]
-    x_BTD = x_BTD + out[0]
+    x_BTD = _spread(x_BTD + out[0], self.spread)
     h_BTD = self.ffn_norm(x_BTD)
     if self.route is not None and self.route.method is Method.LAYER_SKIP:
       keep_ffn = keep_attn  # one decision for the whole layer
@@ -219,7 +220,7 @@ class Block(nn.Module):
     out = self.ffn(h_BTD, keep_ffn, drop)
     if "inner" in self.capture:
       aux["channels"] = out[1]
-    return x_BTD + out[0], aux
+    return _spread(x_BTD + out[0], self.spread), aux
 
   def _decide(self, kind, x_BTD, h_BTD, per_layer, shared, aux):
     """Keep decisions of one sublayer and their logits, float32 [B, T, G].
@@ -259,7 +260,10 @@ class Block(nn.Module):
       noise = jnp.broadcast_to(
         jax.random.logistic(key, shape, jnp.float32), logits_BTG.shape
       )
-      keep_BTG = routing.straight_through(logits_BTG, noise, shared["tau"])
+      hard_BTG = per_layer["masks"][kind] if "masks" in per_layer else None
+      keep_BTG = routing.straight_through(
+        logits_BTG, noise, shared["tau"], hard_BTG
+      )
     self._record(kind, keep_BTG, logits_BTG, shared, aux, per_layer)
     return keep_BTG, logits_BTG
 
@@ -284,6 +288,13 @@ class Block(nn.Module):
       aux.setdefault("curves", {})[kind] = routing.candidate_counts(
         logits_BTG, valid_BT, per_layer["thresholds"][kind]
       )
+
+
+def _spread(x_BTD, spread):
+  """Keeps the rows of a batch where they are; see `Decoder.spread`."""
+  if spread is None:
+    return x_BTD
+  return jax.lax.with_sharding_constraint(x_BTD, spread)
 
 
 def _mask_groups(x, keep_BTG):
@@ -386,6 +397,9 @@ class Decoder(nn.Module):
     remat: `none`, `dots` (matmul results kept) or `full`.
     attention, max_segments: see ops.attention.
     capture: extra per-layer outputs: `masks`, `logits`, `curves`, `inner`.
+    spread: sharding of [B, T, D] between sublayers; None leaves it to XLA.
+      With weights split along D, XLA by itself gathers the activations and
+      all-reduces the logits of the whole batch instead of gathering weights.
   """
 
   model: ModelConfig
@@ -396,6 +410,7 @@ class Decoder(nn.Module):
   attention: str = "auto"
   max_segments: int = 0
   capture: tuple[str, ...] = ()
+  spread: jax.sharding.Sharding | None = None
 
   def _block(self, gate_mode: str, window: int | None) -> dict[str, Any]:
     return dict(
@@ -408,6 +423,7 @@ class Decoder(nn.Module):
       gate_mode=gate_mode,
       window=window,
       capture=self.capture,
+      spread=self.spread,
     )
 
   def shared(self, ids_BT, positions_BT, segments_BT, gate: Gate, drop_key):
@@ -461,6 +477,7 @@ class Decoder(nn.Module):
     m = self.model
     table_VD = Embed(m.vocab, m.d_model, self.dtype, name="embed")()
     x_BTD = jnp.take(table_VD, ids_BT, axis=0, mode="clip")
+    x_BTD = _spread(x_BTD, self.spread)
     uniform = len(set(m.windows)) == 1
     window = m.windows[0] if uniform else None
     layers = nn.scan(
@@ -475,7 +492,10 @@ class Decoder(nn.Module):
     hidden_BTD = RmsNorm(m.norm_eps, self.dtype, name="final_norm")(x_BTD)
     if not m.tied:
       Embed(m.vocab, m.d_model, self.dtype, name="head", leaf="kernel")()
-    return hidden_BTD, {**aux, "tokens": shared["valid"].sum()}
+    return _spread(hidden_BTD, self.spread), {
+      **aux,
+      "tokens": shared["valid"].sum(),
+    }
 
 
 class Embed(nn.Module):
@@ -517,7 +537,7 @@ def init(
       for i, name in enumerate(("params", "router", "lora"))
     }
     one = jnp.zeros((1, 2), jnp.int32)
-    variables = decoder.copy(attention="xla", capture=()).init(
+    variables = decoder.copy(attention="xla", capture=(), spread=None).init(
       rngs, one, one, one + 1
     )
     return {name: variables.get(name, {}) for name in collections}
@@ -606,7 +626,8 @@ def layer_walk(
     after SwiGLU} of each layer; only one layer's are alive at a time.
   """
   m = decoder.model
-  dense = decoder.copy(route=None, lora=None, capture=("inner",))
+  # Calibration rows come as they are, in any number: they are not spread.
+  dense = decoder.copy(route=None, lora=None, capture=("inner",), spread=None)
   shared = dense.shared(ids_BT, positions_BT, segments_BT, Gate(), None)
   x_BTD = jnp.take(params["embed"]["table"], ids_BT, axis=0, mode="clip")
   for i in range(m.n_layers):

@@ -12,11 +12,11 @@ import tqdm
 from jax.sharding import Mesh
 
 from wide_jax import (
+  atomic,
   calibration,
   data,
   fingerprint,
   flops,
-  metrics,
   modules,
   ops,
   rope,
@@ -84,6 +84,7 @@ class Prepared:
       remat=source.remat,
       attention=source.attention,
       max_segments=self.max_segments,
+      spread=sharding.activation_spec(self.mesh),
     )
 
   def macs(self, route, length: int) -> flops.LayerMacs:
@@ -300,6 +301,22 @@ def _mesh_notes(prepared: Prepared) -> list[str]:
   return [
     note,
     *sharding.specs(variables, prepared.model, groups, mesh)[1],
+    *_cache_notes(mesh),
+  ]
+
+
+def _cache_notes(mesh: Mesh) -> list[str]:
+  """Why a run on several CPU devices may end in the middle of a step.
+
+  XLA's CPU client loads a program without the order of its collectives; with
+  more devices than cores they then wait for each other until XLA gives up.
+  """
+  cached = jax.config.values["jax_compilation_cache_dir"]
+  if jax.default_backend() != "cpu" or mesh.size == 1 or not cached:
+    return []
+  return [
+    f"mesh: the compilation cache {cached} is set; programs for several CPU"
+    " devices that are loaded from it may hang, so better unset it"
   ]
 
 
@@ -336,7 +353,7 @@ def _regroup(prepared: Prepared, rows: data.Rows, file) -> Prepared:
     run.seed,
     bar,
   )
-  with metrics.replacing(file) as temporary:
+  with atomic.replacing(file) as temporary:
     with open(temporary, "wb") as f:
       np.save(f, order)
   params = weights.permute_channels(prepared.params, order)

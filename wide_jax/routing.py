@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from wide_jax import flops
 from wide_jax.config import BudgetConfig
@@ -33,7 +33,9 @@ class Gate:
     key: PRNG key, `train` only.
     tau: temperature, float32 [], `train` only.
     thresholds: {"attn": f32[L], "ffn": f32[L]}, `threshold` only.
-    masks: {"attn": bool[L,B,T,Ga], "ffn": bool[L,B,T,Gf]}, `forced` only.
+    masks: {"attn": bool[L,B,T,Ga], "ffn": bool[L,B,T,Gf]}. `forced` keeps
+      these; `train` takes them for its hard decisions where they are given,
+      with the gradient of its own soft ones.
   """
 
   mode: str = dataclasses.field(metadata={"static": True}, default="open")
@@ -52,17 +54,22 @@ def threshold_gate(thresholds) -> Gate:
 
 
 def straight_through(
-  logits: Float[Array, "*shape"], noise: Float[Array, "*noise"], tau
+  logits: Float[Array, "*shape"],
+  noise: Float[Array, "*noise"],
+  tau,
+  hard: Bool[Array, "*shape"] | None = None,
 ) -> Float[Array, "*shape"]:
   """Hard 0/1 decision forward, gradient of the soft one backward.
 
   soft = sigmoid((logits + noise) / tau); keep = hard(soft > 1/2) +
   soft - stop_gradient(soft). The difference is taken first, so that the
-  forward value is exactly 0 or 1.
+  forward value is exactly 0 or 1. `hard` replays given decisions: forward they
+  replace the own ones, backward nothing changes.
   """
   soft = jax.nn.sigmoid((logits + noise) / tau)
-  hard = (logits + noise > 0).astype(logits.dtype)
-  return hard + (soft - jax.lax.stop_gradient(soft))
+  if hard is None:
+    hard = logits + noise > 0
+  return hard.astype(logits.dtype) + (soft - jax.lax.stop_gradient(soft))
 
 
 def temperature(step, steps: int, tau: tuple[float, float]):

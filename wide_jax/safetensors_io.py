@@ -11,12 +11,13 @@ import json
 import math
 import os
 import pathlib
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+from wide_jax import atomic
 
 _DTYPES = {
   "F64": np.dtype(np.float64),
@@ -167,7 +168,7 @@ def write_safetensors(
     offset += it.n_bytes
   text = json.dumps(header, separators=(",", ":")).encode()
   text += b" " * (-len(text) % 8)  # tensors start on a multiple of 8
-  with replace_file(path) as f:
+  with atomic.replacing(path) as temporary, open(temporary, "wb") as f:
     f.write(len(text).to_bytes(8, "little"))
     f.write(text)
     for it in items:
@@ -178,37 +179,11 @@ def write_safetensors(
       f.write(array.reshape(-1).view(np.uint8).data)
 
 
-class replace_file:
-  """`with replace_file(path) as f`: the file appears whole or not at all."""
-
-  def __init__(self, path: str | os.PathLike):
-    self._path = pathlib.Path(path)
-
-  def __enter__(self):
-    fd, self._tmp = tempfile.mkstemp(
-      dir=self._path.parent, prefix=f".{self._path.name}."
-    )
-    self._file = os.fdopen(fd, "wb")
-    return self._file
-
-  def __exit__(self, kind, value, trace):
-    if kind is None:
-      self._file.flush()
-      os.fsync(self._file.fileno())
-    self._file.close()
-    if kind is not None:
-      os.unlink(self._tmp)
-      return
-    umask = os.umask(0)  # mkstemp makes the file private; undo that
-    os.umask(umask)
-    os.chmod(self._tmp, 0o666 & ~umask)
-    os.replace(self._tmp, self._path)
-
-
 def write_json(path: str | os.PathLike, value: Any) -> None:
   """Writes indented JSON under a temporary name and renames it."""
-  with replace_file(path) as f:
-    f.write((json.dumps(value, indent=2) + "\n").encode())
+  with atomic.replacing(path) as temporary:
+    text = json.dumps(value, indent=2) + "\n"
+    temporary.write_text(text, encoding="utf-8")
 
 
 def read_json(path: str | os.PathLike) -> Any:

@@ -246,6 +246,11 @@ def batch_spec(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
   return NamedSharding(mesh, P(*lead, BATCH_AXES, None))
 
 
+def activation_spec(mesh: Mesh) -> NamedSharding:
+  """Sharding of activations [B, T, ...]: B over data and fsdp, as batches."""
+  return NamedSharding(mesh, P(BATCH_AXES))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
   """The sharding of a value that every device holds whole."""
   return NamedSharding(mesh, P())

@@ -137,11 +137,15 @@ def init_state(trainable: Tree, stage: StageConfig) -> dict:
 def _loss(
   spec: StepSpec, trainable, frozen, batch, total, key, step, thresholds
 ):
-  """Loss of one micro-batch and its sums; see `train_step` for the weights."""
+  """Loss of one micro-batch, and (its sums, captured masks or None).
+
+  See `train_step` for the weights.
+  """
   gate_key, drop_key = jax.random.split(key)
   if spec.gate_mode == "train":
     tau = routing.temperature(step, spec.stage.steps, spec.stage.tau)
-    gate = Gate(mode="train", key=gate_key, tau=tau)
+    masks = batch.get("masks")
+    gate = Gate(mode="train", key=gate_key, tau=tau, masks=masks)
   elif spec.gate_mode == "threshold":
     gate = Gate(mode="threshold", thresholds=thresholds)
   else:
@@ -172,7 +176,7 @@ def _loss(
     sums["kl"] = kl / total
   sums["rates"] = {k: share * v for k, v in rates.items()}
   sums["skips"] = {k: share * v for k, v in skips.items()}
-  return value, sums
+  return value, (sums, aux.get("masks"))
 
 
 def train_step(
@@ -188,12 +192,15 @@ def train_step(
     state: see `init_state`.
     frozen: the other collections.
     batches: {"ids", "targets", "segments", "positions": int32 [A,B,T],
-      "weights": float32 [A,B,T]}.
+      "weights": float32 [A,B,T]}. With "masks" {"attn": bool[A,L,B,T,Ga],
+      "ffn": bool[A,L,B,T,Gf]}, noisy gates take these decisions and not their
+      own, so that a step can be replayed where roundings tipped one.
     thresholds: {"attn": f32[L], "ffn": f32[L]} for gate_mode `threshold`.
 
   Returns:
-    (new state, metrics: scalars, "sparsity" by kind of rate, and
-    "skip_by_layer" {"attn": f32[L], "ffn": f32[L]}).
+    (new state, metrics: scalars, "sparsity" by kind of rate,
+    "skip_by_layer" {"attn": f32[L], "ffn": f32[L]}, and "masks", laid out as in
+    `batches`, where the decoder captures them).
   """
   step = state["step"]
   key = jax.random.fold_in(jax.random.key(spec.run.seed), step)
@@ -203,7 +210,7 @@ def train_step(
 
   def micro(index_and_batch):
     index, batch = index_and_batch
-    (value, sums), grads = grad_fn(
+    (value, (sums, masks)), grads = grad_fn(
       state["trainable"],
       frozen,
       batch,
@@ -212,23 +219,25 @@ def train_step(
       step,
       thresholds,
     )
-    return {"loss": value, **sums}, grads
+    return ({"loss": value, **sums}, grads), masks
 
   count = batches["ids"].shape[0]
   if count == 1:
     first = jax.tree.map(lambda a: a[0], batches)
-    sums, grads = micro((jnp.int32(0), first))
+    (sums, grads), masks = micro((jnp.int32(0), first))
+    masks = jax.tree.map(lambda a: a[None], masks)
   else:
 
     def add(carry, xs):
-      return jax.tree.map(jnp.add, carry, micro(xs)), None
+      own, masks = micro(xs)
+      return jax.tree.map(jnp.add, carry, own), masks
 
     xs = (jnp.arange(count, dtype=jnp.int32), batches)
     zero = jax.tree.map(
       lambda s: jnp.zeros(s.shape, s.dtype),
-      jax.eval_shape(micro, jax.tree.map(lambda a: a[0], xs)),
+      jax.eval_shape(micro, jax.tree.map(lambda a: a[0], xs))[0],
     )
-    (sums, grads), _ = jax.lax.scan(add, zero, xs)
+    (sums, grads), masks = jax.lax.scan(add, zero, xs)
 
   norm = optax.tree.norm(grads)
   sound = jnp.isfinite(norm) & jnp.isfinite(sums["loss"]) & (sums["tokens"] > 0)
@@ -261,6 +270,8 @@ def train_step(
   for name in ("budget", "kl"):
     if name in sums:
       metrics[name] = sums[name]
+  if masks is not None:
+    metrics["masks"] = masks
   if spec.gate_mode == "train":
     metrics["tau"] = routing.temperature(step, spec.stage.steps, spec.stage.tau)
   return new_state, metrics

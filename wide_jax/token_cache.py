@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import tqdm
 
-from wide_jax import text_sources
+from wide_jax import atomic, text_sources
 from wide_jax.tokenizers import Tokenizer
 
 _FORMAT = 1
@@ -269,19 +269,8 @@ def _open_entry(base: pathlib.Path) -> TokenSet | None:
 
 
 def _write_entry(base: pathlib.Path, job: _Job) -> None:
-  made = []
-  try:
-    handle, name = tempfile.mkstemp(".tmp", base.name, base.parent)
-    made.append(name)
-    with open(handle, "wb") as f:
+  with atomic.replacing(base.with_suffix(".bin")) as temporary:
+    with open(temporary, "wb") as f:
       meta = job.write(f)
-    handle, name = tempfile.mkstemp(".tmp", base.name, base.parent)
-    made.append(name)
-    with open(handle, "w", encoding="utf-8") as f:
-      json.dump(meta, f, indent=2)
-    for temporary, suffix in zip(made, (".bin", ".json"), strict=True):
-      os.replace(temporary, base.with_suffix(suffix))
-  finally:
-    for name in made:
-      if os.path.exists(name):
-        os.unlink(name)
+  with atomic.replacing(base.with_suffix(".json")) as temporary:
+    temporary.write_text(json.dumps(meta, indent=2), encoding="utf-8")

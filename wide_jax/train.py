@@ -21,8 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from wide_jax import cli, figures, metrics, prepare, sharding, stages
-from wide_jax import plan as plans
+from wide_jax import cli, dry_run, figures, metrics, prepare, sharding, stages
 from wide_jax.checkpoint import Checkpoints
 from wide_jax.config import Method, Phase, RunConfig
 from wide_jax.prepare import Prepared
@@ -41,7 +40,7 @@ def main(argv: list[str]) -> int:
   run, flags = cli.parse(argv, about=__doc__)
   print(cli.select_device(run.device), flush=True)
   if flags.dry_run:
-    print(plans.describe(run))
+    print(dry_run.describe(run))
     return 0
   workdir = pathlib.Path(flags.workdir).expanduser().absolute()
   if workdir.exists() and not workdir.is_dir():
