@@ -1,7 +1,7 @@
 """The edge between a command line and the frozen configuration.
 
 `parse` turns `--config NAME[:variant] --config.a.b=c --workdir DIR` into a
-`RunConfig`; `run` turns a user's mistake into one sentence and exit code 2.
+`RunConfig`. What command lines without a config need too is in console.py.
 """
 
 import ast
@@ -15,24 +15,23 @@ import importlib.util
 import pathlib
 import re
 import sys
-import traceback
 import types
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
 
 import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from wide_jax import versions
 from wide_jax.config import RunConfig, from_config_dict
+from wide_jax.console import Usage as Usage
+from wide_jax.console import is_user_error as is_user_error
+from wide_jax.console import no_device as _no_device  # noqa: F401
+from wide_jax.console import one_line as _one_line
+from wide_jax.console import run as run
+from wide_jax.console import select_device as select_device
 
 _HERE = pathlib.Path(__file__).resolve().parent
 _OVERRIDE = re.compile(r"--?config\.([^=]+)")
-
-
-class Usage(Exception):
-  """`--help` was asked for; holds the text to print."""
 
 
 # --- where configs are -------------------------------------------------------
@@ -312,125 +311,3 @@ def with_data_dir(config: RunConfig, directory: str) -> RunConfig:
   )
   text = dataclasses.replace(config.eval, text=place(config.eval.text))
   return dataclasses.replace(config, data=data, eval=text)
-
-
-# --- the device --------------------------------------------------------------
-
-_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
-
-
-def select_device(device: str) -> str:
-  """Makes jax use `device`, or refuses; to be called before arrays are made.
-
-  Args:
-    device: `auto`, `cpu`, `gpu` or `tpu`.
-
-  Returns:
-    One line that says what jax got, such as `device: 1 x NVIDIA H200 (gpu)`.
-
-  Raises:
-    ValueError: that device is not here; the message has the remedy.
-  """
-  import jax  # here, so that --help and mistakes answer at once
-
-  if device == "cpu":
-    jax.config.update("jax_platforms", "cpu")
-  elif device != "auto":
-    try:
-      found = jax.devices(device)
-    except RuntimeError as e:
-      raise ValueError(_no_device(device, jax.__version__)) from e
-    jax.config.update("jax_default_device", None)
-    if jax.default_backend() != found[0].platform:
-      raise ValueError(
-        f"device={device!r}, but jax computes on {jax.default_backend()!r}:"
-        " JAX_PLATFORMS puts it first."
-      )
-  devices = jax.devices()
-  if device == "cpu" and devices[0].platform != "cpu":
-    raise ValueError(
-      "device='cpu' came too late: jax already runs on"
-      f" {devices[0].platform!r}."
-    )
-  kind = devices[0].device_kind
-  return f"device: {len(devices)} x {kind} ({devices[0].platform})"
-
-
-def _no_device(device: str, jax_version: str) -> str:
-  start = f"device={device!r}, but jax {jax_version} finds none: "
-  auto = ", or take --config.device=auto."
-  if device == "tpu":
-    return start + "pip install 'wide_jax[tpu]' on a TPU machine" + auto
-  have = {}
-  for name in _PLUGINS:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-      have[name] = importlib.metadata.version(name)
-  if not have:
-    return start + "pip install 'wide_jax[gpu]'" + auto
-  wrong = [
-    f"{name} {version}"
-    for name, version in have.items()
-    if versions.numbers(version)[:3] != versions.numbers(jax_version)[:3]
-  ]
-  if len(wrong) == len(have):
-    return start + (
-      f"{', '.join(wrong)} does not belong to it; pip install --upgrade"
-      f" 'jax[cuda13]=={jax_version}'{auto}"
-    )
-  return start + (
-    "the plugin is installed, so look at the driver (nvidia-smi) and at"
-    f" JAX_PLATFORMS{auto}"
-  )
-
-
-# --- running a script --------------------------------------------------------
-
-
-def run(
-  main: Callable[[list[str]], int | None], argv: Sequence[str] | None = None
-) -> int:
-  """Calls `main(argv)` and says what a user did wrong in one line.
-
-  Returns the exit code: what `main` returned (None is 0), 2 for a user's
-  mistake (a `ValueError` or, for a diverged run, a `FloatingPointError` raised
-  by our own code, or a file that cannot be read or written), 130 for Ctrl-C.
-  Anything else is a bug and keeps its trace.
-  """
-  args = list(sys.argv[1:] if argv is None else argv)
-  try:
-    versions.check()
-    return main(args) or 0
-  except Usage as e:
-    print(e)
-    return 0
-  except KeyboardInterrupt:
-    print("interrupted", file=sys.stderr)
-    return 130
-  except (ValueError, FloatingPointError, OSError) as e:
-    if not is_user_error(e):
-      raise
-    print(f"error: {_one_line(e)}", file=sys.stderr)
-    return 2
-
-
-def is_user_error(error: BaseException) -> bool:
-  """Whether the user, rather than the program, has something to mend.
-
-  Our code raises ValueError for wrong input; one raised inside jax or numpy is
-  a bug of ours that slipped through, and its trace is wanted.
-  """
-  if isinstance(error, OSError):
-    return True
-  frames = traceback.extract_tb(error.__traceback__)
-  ours = isinstance(error, ValueError | FloatingPointError)
-  if not ours or not frames:
-    return False
-  return _HERE in pathlib.Path(frames[-1].filename).resolve().parents
-
-
-def _one_line(error: BaseException) -> str:
-  if isinstance(error, OSError) and error.strerror:
-    name = f": {error.filename}" if error.filename else ""
-    return f"{error.strerror}{name}"
-  text: Any = str(error) or type(error).__name__
-  return re.sub(r"\s*\n\s*", " ", text.strip())

@@ -1,0 +1,59 @@
+"""Pallas Triton kernels, for NVIDIA GPUs from Ampere on.
+
+jax 0.11 deprecated Pallas Triton and will remove it; it works through 0.12.
+"""
+
+from typing import Any
+
+from pallas_kernels.problem import Op, Problem
+from pallas_kernels.triton import (
+  attention,
+  attention_decode,
+  decode,
+  matmul,
+  router,
+)
+from pallas_kernels.triton.decode_tiles import MAX_TOKENS
+from pallas_kernels.triton.plan import plan_parts
+
+_MANY = {
+  "matmul_n_sparse": matmul.n_sparse,
+  "matmul_k_sparse": matmul.k_sparse,
+  "gated_ffn": matmul.gated_ffn,
+}
+_FEW = {
+  "matmul_n_sparse": decode.n_sparse,
+  "matmul_k_sparse": decode.k_sparse,
+  "gated_ffn": decode.gated_ffn,
+}
+
+
+def _default(problem: Problem) -> Any:
+  few = problem.tokens <= MAX_TOKENS
+  return (decode if few else matmul).default(problem)
+
+
+def _candidates(problem: Problem) -> list:
+  """Between 17 and 64 tokens either kind may win."""
+  few = decode.candidates(problem) if problem.tokens <= MAX_TOKENS else []
+  many = matmul.candidates(problem) if problem.tokens > 16 else []
+  return [*few, *many]
+
+
+def _matmul_op(name: str) -> Op:
+  def run(problem: Problem, tiles: Any, interpret: bool, *arrays):
+    few = isinstance(tiles, decode.DecodeTiles)
+    kernel = (_FEW if few else _MANY)[name]
+    return kernel(problem, tiles, interpret, *arrays)
+
+  return Op(run, matmul.why_not, _default, _candidates)
+
+
+OPS = {
+  **{name: _matmul_op(name) for name in _MANY},
+  "attention_prefill": attention.PREFILL,
+  "attention_decode": attention_decode.DECODE,
+  "route": router.ROUTE,
+}
+
+__all__ = ["OPS", "plan_parts"]

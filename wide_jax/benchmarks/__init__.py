@@ -1,0 +1,1 @@
+"""Benchmarks: what is timed against what, and how it is told."""
