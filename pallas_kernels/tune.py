@@ -3,8 +3,7 @@
   python -m pallas_kernels.tune [--rows 'n_sparse/*,ffn/T1/*'] [--budget-s 500]
 
 For every row of the suite (suite.py): each backend's candidates that do not
-refuse are compiled for this device; those that fail, or spill registers, are
-dropped. What is left is checked against the reference in float32 (poisoned
+refuse are compiled for this device; those that fail are dropped. What is left is checked against the reference in float32 (poisoned
 where an op must not look) and may be at most twice as wrong as the dense op.
 Only then is it timed: by halves, the faster half twice as long, and the last
 few interleaved with the masked dense twin. Each row is written as soon as it is
@@ -32,9 +31,6 @@ from pallas_kernels.errors import Unsupported
 from pallas_kernels.problem import Problem
 from pallas_kernels.suite import Row
 
-# XLA then refuses to compile a kernel that spills; an XLA that does not know
-# the flag compiles it, and its time decides.
-_NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 _ROOFLINE_TFLOPS, _ROOFLINE_TB_S = 800.0, 4.0  # how often to repeat, no more
 _FINALISTS = 3
 _XLA_LOGITS_BYTES = 24 * 2**30
@@ -153,26 +149,12 @@ def compile_all(found: Sequence[Candidate], workers: int) -> None:
       else:
         waiting.append(pool.submit(_compile, candidate, lowered))
     concurrent.futures.wait(waiting)
-  # A backend whose every candidate spills is still worth a number.
-  for name in dict.fromkeys(c.backend for c in found):
-    own = [c for c in found if c.backend == name]
-    spilled = [c for c in own if "spilling" in c.dropped]
-    if spilled and all(c.dropped for c in own):
-      spilled[0].dropped = ""
-      _compile(spilled[0], spilled[0].runner.lower(), strict=False)
 
 
-def _compile(candidate: Candidate, lowered: Any, strict: bool = True) -> None:
-  strict = strict and candidate.backend not in ("dense", "ragged")
+def _compile(candidate: Candidate, lowered: Any) -> None:
   try:
-    try:
-      options = _NO_SPILLS if strict and device.platform() == "gpu" else None
-      candidate.runner.compile(lowered, options)
-    except Exception as e:
-      if options is None or "No such compile option" not in str(e):
-        raise
-      candidate.runner.compile(lowered)
-  except Exception as e:
+    candidate.runner.compile(lowered)
+  except Exception as e:  # registers, shared memory, a compiler's bug
     candidate.dropped = _sentence(e)
 
 
