@@ -424,7 +424,8 @@ def _attention_shapes(q, k, v, layer, axes: int) -> tuple[int, ...]:
   _check(k.shape == v.shape, "k", k.shape, "v", v.shape)
   if k.ndim != (4 if layer is None else 5):
     raise ValueError(
-      f"k is [B, S, K, H], or [L, B, S, K, H] with a layer index, not {k.shape}."
+      "k is [B, S, K, H], or [L, B, S, K, H] with a layer index, not "
+      f"{k.shape}."
     )
   fits = k.shape[-4] == q.shape[0] and k.shape[-1] == q.shape[-1]
   _check(fits, "k", k.shape, "q", q.shape)

@@ -178,15 +178,6 @@ def class_rank(bits: int) -> np.ndarray:
   return rank
 
 
-def gray_rank(code: Array, bits: int) -> Array:
-  """Place of a code in the Gray sequence r -> r ^ (r >> 1)."""
-  shift = 1
-  while shift < bits:
-    code = code ^ (code >> shift)
-    shift *= 2
-  return code
-
-
 def class_codes(keep_MG: Array, span: int) -> Array:
   """int32 [S, M]: bit j of entry [s, m] says if m keeps group s * span + j."""
   tokens, groups = keep_MG.shape

@@ -3,8 +3,9 @@
   python -m pallas_kernels.tune [--rows 'n_sparse/*,ffn/T1/*'] [--budget-s 500]
 
 For every row of the suite (suite.py): each backend's candidates that do not
-refuse are compiled for this device; those that fail are dropped. What is left is checked against the reference in float32 (poisoned
-where an op must not look) and may be at most twice as wrong as the dense op.
+refuse are compiled for this device; those that fail are dropped. What is left
+is checked against the reference in float32 (poisoned where an op must not look)
+and may be at most twice as wrong as the dense op.
 Only then is it timed: by halves, the faster half twice as long, and the last
 few interleaved with the masked dense twin. Each row is written as soon as it is
 done, merged with what the file has; rows that it has are skipped, unless

@@ -9,9 +9,17 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels.mosaic_tpu.common import cdiv
-from pallas_kernels.plan import gray_rank
 
 _CODE_BITS = 30
+
+
+def gray_rank(code: Array, bits: int) -> Array:
+  """Place of a code in the Gray sequence r -> r ^ (r >> 1)."""
+  shift = 1
+  while shift < bits:
+    code = code ^ (code >> shift)
+    shift *= 2
+  return code
 
 
 def active_steps(active: Array) -> tuple[Array, Array]:

@@ -494,7 +494,8 @@ def _shrink(problem: Problem, tiles: Tiles) -> Tiles:
 
 
 # (block_m, block_n, block_k, num_warps, num_stages, row_chunk), the likeliest
-# first. Two programs of 128 x 128 and 3 stages share a multiprocessor of Hopper.
+# first. Two programs of 128 x 128 and 3 stages share one of Hopper's
+# multiprocessors.
 _N_CUTS = (
   (128, 256, 64, 8, 3, 32),
   (128, 256, 64, 8, 4, 16),
