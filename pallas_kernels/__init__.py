@@ -12,6 +12,12 @@ from pallas_kernels.ops import (
   matmul_n_sparse,
 )
 from pallas_kernels.plan import RoutePlan, make_plan
+from pallas_kernels.routed import (
+  fold_router,
+  route_folded,
+  routed_ffn,
+  routed_matmul_n_sparse,
+)
 from pallas_kernels.router import route
 
 __all__ = [
@@ -19,9 +25,13 @@ __all__ = [
   "Unsupported",
   "attention_decode",
   "attention_prefill",
+  "fold_router",
   "gated_ffn",
   "make_plan",
   "matmul_k_sparse",
   "matmul_n_sparse",
   "route",
+  "route_folded",
+  "routed_ffn",
+  "routed_matmul_n_sparse",
 ]

@@ -44,6 +44,17 @@ def needed(problem: Problem, mask: np.ndarray | None = None) -> Counts:
     else:
       moved += pairs * c + p.tokens * p.n
     return Counts(flops, moved * size)
+  if p.op in ("routed_ffn", "routed_matmul_n_sparse"):
+    name = {"routed_ffn": "gated_ffn"}.get(p.op, "matmul_n_sparse")
+    rest = needed(dataclasses.replace(p, op=name), mask)
+    weights = p.k * p.groups
+    return Counts(
+      rest.flops + 2.0 * p.tokens * weights,
+      rest.bytes + 4.0 * weights + p.tokens * (p.k * size + p.groups),
+    )
+  if p.op == "route_folded":
+    moved = p.tokens * p.k * size + 4 * p.k * p.groups + p.tokens * p.groups
+    return Counts(2.0 * p.tokens * p.k * p.groups, float(moved))
   if p.op == "route":
     weights = p.n * (p.k + p.groups)
     moved = p.tokens * p.k * size + 4 * weights + p.tokens * p.groups

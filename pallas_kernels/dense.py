@@ -72,7 +72,11 @@ def _k_sparse(problem, tiles, interpret, x, w, plan, layer) -> Array:
 
 def _gated_ffn(problem, tiles, interpret, x, gate, up, down, plan, layer):
   del interpret
-  at, mask = _stacked(problem, layer), _mask(plan)
+  return _masked_ffn(problem, tiles, x, gate, up, down, _mask(plan), layer)
+
+
+def _masked_ffn(problem, tiles, x, gate, up, down, mask, layer):
+  at = _stacked(problem, layer)
   if not tiles.rounded:
     return reference.gated_ffn(
       x, gate, up, down, mask, layer=at, transposed=problem.transposed
@@ -272,16 +276,52 @@ def _route(
   return keep_MG, *active_groups(keep_MG)
 
 
-OPS = {
-  "matmul_n_sparse": _plain_op(_n_sparse),
-  "matmul_k_sparse": _plain_op(_k_sparse),
-  "gated_ffn": Op(
-    run=_gated_ffn,
+def _route_folded(
+  problem, tiles, interpret, x, v, c, threshold, layer
+) -> Array:
+  del tiles, interpret
+  keep = reference.route_folded(
+    x, v, c, threshold, layer=_stacked(problem, layer)
+  )
+  return keep.reshape(problem.tokens, problem.groups)
+
+
+def _routed_ffn(
+  problem, tiles, interpret, x, gate, up, down, r, v, c, threshold, layer
+):
+  del interpret
+  at = _stacked(problem, layer)
+  keep = reference.route_folded(r, v, c, threshold, layer=at)
+  return _masked_ffn(problem, tiles, x, gate, up, down, keep, layer), keep
+
+
+def _routed_n_sparse(
+  problem, tiles, interpret, x, w, r, v, c, threshold, layer
+):
+  del tiles, interpret
+  at = _stacked(problem, layer)
+  keep = reference.route_folded(r, v, c, threshold, layer=at)
+  y = _matmul(x, reference.select(w, at, problem.transposed))
+  return reference.mask_groups(y, keep), keep
+
+
+def _ffn_op(run) -> Op:
+  return Op(
+    run=run,
     why_not=lambda problem: None,
     default=lambda problem: FfnTiles(),
     candidates=lambda problem: (FfnTiles(), FfnTiles(rounded=False)),
-  ),
+  )
+
+
+OPS = {
+  "matmul_n_sparse": _plain_op(_n_sparse),
+  "matmul_k_sparse": _plain_op(_k_sparse),
+  "gated_ffn": _ffn_op(_gated_ffn),
   "attention_prefill": _attention_op(_prefill),
   "attention_decode": _attention_op(_decode),
   "route": _plain_op(_route),
+  "route_folded": _plain_op(_route_folded),
+  "routed_ffn": _ffn_op(_routed_ffn),
+  "routed_matmul_n_sparse": _plain_op(_routed_n_sparse),
 }

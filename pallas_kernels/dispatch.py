@@ -348,7 +348,7 @@ def _index(measured: Table) -> Mapping[tuple, Mapping[tuple, list[Row]]]:
 def _near(problem: Problem, measured: Table) -> tuple[tuple[Row, ...], ...]:
   index = _index(measured)
   points = index.get(_layout(problem), {})
-  if not points and problem.op == "gated_ffn":
+  if not points and problem.op in ("gated_ffn", "routed_ffn"):
     other = dataclasses.replace(problem, joined=not problem.joined)
     points = index.get(_layout(other), {})
   axes = _axes(problem)

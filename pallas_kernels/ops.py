@@ -60,11 +60,9 @@ def matmul_n_sparse(
     ValueError: shapes or dtypes do not fit.
     Unsupported: the backend named cannot run this.
   """
-  _check_weight("w", w, x, layer)
-  n_axis, k_axis = (-2, -1) if transposed else (-1, -2)
-  _check(w.shape[k_axis] == x.shape[-1], "w", w.shape, "x", x.shape)
+  width = _check_n_sparse(x, w, layer, transposed)
   problem = _matmul_problem(
-    "matmul_n_sparse", x, plan, w, w.shape[n_axis], layer, transposed
+    "matmul_n_sparse", x, plan, w, width, layer, transposed
   )
   _check_groups(plan, x, problem.n, "output channels")
   static = _static(problem, backend, tiles, interpret)
@@ -134,30 +132,9 @@ def gated_ffn(
   Raises:
     ValueError, Unsupported: as matmul_n_sparse.
   """
-  joined = w_up is None
-  _check_weight("w_gate", w_gate, x, layer, 3 if joined else 2)
-  _check_weight("w_down", w_down, x, layer)
-  n_axis, k_axis = (-2, -1) if transposed else (-1, -2)
-  _check(
-    w_gate.shape[k_axis] == x.shape[-1], "w_gate", w_gate.shape, "x", x.shape
-  )
-  if joined:
-    if w_gate.shape[-3] != 2:
-      raise ValueError(
-        f"without w_up, w_gate holds gate and up, [2, ...], not {w_gate.shape}."
-      )
-  else:
-    _check_weight("w_up", w_up, x, layer)
-    _check(
-      w_gate.shape == w_up.shape, "w_gate", w_gate.shape, "w_up", w_up.shape
-    )
-  lead = w_gate.shape[: 0 if layer is None else 1]
-  want = (*lead, w_gate.shape[n_axis], x.shape[-1])
-  _check(w_down.shape == want, "w_down", w_down.shape, "w_gate", w_gate.shape)
+  width, joined = _check_ffn(x, w_gate, w_up, w_down, layer, transposed)
   problem = dataclasses.replace(
-    _matmul_problem(
-      "gated_ffn", x, plan, w_gate, w_gate.shape[n_axis], layer, transposed
-    ),
+    _matmul_problem("gated_ffn", x, plan, w_gate, width, layer, transposed),
     joined=joined,
   )
   _check_groups(plan, x, problem.n, "hidden channels")
@@ -402,6 +379,41 @@ def _check_weight(name: str, w: Array, x: Array, layer, axes: int = 2) -> None:
     raise ValueError(
       f"x is {x.dtype}; allowed are {', '.join(dispatch.DTYPES)}."
     )
+
+
+def _check_n_sparse(x, w, layer, transposed: bool) -> int:
+  """The output channels of an N-sparse matmul."""
+  _check_weight("w", w, x, layer)
+  n_axis, k_axis = (-2, -1) if transposed else (-1, -2)
+  _check(w.shape[k_axis] == x.shape[-1], "w", w.shape, "x", x.shape)
+  return w.shape[n_axis]
+
+
+def _check_ffn(
+  x, w_gate, w_up, w_down, layer, transposed: bool
+) -> tuple[int, bool]:
+  """(hidden channels, whether w_gate holds gate and up)."""
+  joined = w_up is None
+  _check_weight("w_gate", w_gate, x, layer, 3 if joined else 2)
+  _check_weight("w_down", w_down, x, layer)
+  n_axis, k_axis = (-2, -1) if transposed else (-1, -2)
+  _check(
+    w_gate.shape[k_axis] == x.shape[-1], "w_gate", w_gate.shape, "x", x.shape
+  )
+  if joined:
+    if w_gate.shape[-3] != 2:
+      raise ValueError(
+        f"without w_up, w_gate holds gate and up, [2, ...], not {w_gate.shape}."
+      )
+  else:
+    _check_weight("w_up", w_up, x, layer)
+    _check(
+      w_gate.shape == w_up.shape, "w_gate", w_gate.shape, "w_up", w_up.shape
+    )
+  lead = w_gate.shape[: 0 if layer is None else 1]
+  want = (*lead, w_gate.shape[n_axis], x.shape[-1])
+  _check(w_down.shape == want, "w_down", w_down.shape, "w_gate", w_gate.shape)
+  return w_gate.shape[n_axis], joined
 
 
 def _check_groups(plan: RoutePlan, x: Array, width: int, what: str) -> None:

@@ -11,6 +11,9 @@ OPS = (
   "attention_prefill",
   "attention_decode",
   "route",
+  "route_folded",
+  "routed_ffn",
+  "routed_matmul_n_sparse",
 )
 
 
@@ -24,8 +27,8 @@ class Problem:
     rows, length: B and T; tokens are their product.
     groups: G.
     density: expected share of kept (token, group) pairs.
-    k, n: matmuls: input and output channels. gated_ffn: D and F. route: D and
-      router rank R.
+    k, n: matmuls: input and output channels. Gated FFNs: D and F. route: D and
+      router rank R. route_folded: D and G.
     transposed: weights of the N-sparse side are stored [out, in].
     joined: gate and up come as one array [2, ...].
     layers: stacked layers, 0 without a layer axis.

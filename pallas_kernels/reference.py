@@ -206,6 +206,27 @@ def _attend(q, k, v, sees_BTS, scale, per_kv):
   return out.reshape(rows, length, heads, dim).astype(q.dtype)
 
 
+def route_folded(x, v, c, threshold, *, layer=None) -> Array:
+  """A router folded into one map: x . v[g] + c[g] > threshold.
+
+  Args:
+    x: [B, T, D], any float dtype; computed in float32.
+    v, c: float32 [G, D], [G]; stacked [L, ...] with `layer`.
+    threshold: as in `route`.
+
+  Returns:
+    bool [B, T, G].
+  """
+  threshold = jnp.asarray(threshold)
+  if layer is not None:
+    v, c = select(v, layer), select(c, layer)
+    threshold = select(threshold, layer) if threshold.ndim else threshold
+  high = jax.lax.Precision.HIGHEST
+  logits = jnp.matmul(x.astype(jnp.float32), v.T, precision=high)
+  logits = logits + c[None, None]
+  return logits > jnp.broadcast_to(threshold, logits.shape)
+
+
 def route(x, down, down_bias, up, up_bias, threshold, *, layer=None) -> Array:
   """Router of one decision: ((x @ down + b) @ up + b) > threshold.
 

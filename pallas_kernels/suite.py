@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels import device, ops, plan, reference, router
+from pallas_kernels import routed as routed_ops
 from pallas_kernels.problem import Problem
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
@@ -28,6 +29,7 @@ DECODE_KEYS = (8192, 16384, 32768, 65536)
 DECODE_ROWS = (1, 2, 4, 8, 16)
 ROUTE_TOKENS = (1, 4, 16, 64)
 ROUTE_RANK = 32
+ROUTED_TOKENS = (1, 4, 16)
 LEARNED_TOKENS = (1024, 2048, 4096, 8192)
 _D, _F, _HEADS, _KV_HEADS, _DIM, _HEAD_GROUPS = 4096, 14336, 32, 8, 128, 8
 _WIDE_F = 12288  # 12 or 48 groups, as learned masks have them
@@ -84,7 +86,11 @@ _OP = {
   "k_sparse": "matmul_k_sparse",
   "o_proj": "matmul_k_sparse",
   "ffn": "gated_ffn",
+  "routed_ffn": "routed_ffn",
+  "routed_q": "routed_matmul_n_sparse",
 }
+ROUTED = ("routed_ffn", "routed_matmul_n_sparse")
+_FFNS = ("gated_ffn", "routed_ffn")
 
 
 def matmul_problem(
@@ -119,7 +125,7 @@ def matmul_problem(
     transposed=not down,
     span=plan.default_span(tokens, groups),
     shared=shared,
-    joined=joined and op == "gated_ffn",
+    joined=joined and op in _FFNS,
   )
 
 
@@ -226,16 +232,16 @@ def route_problem(
   rank: int = ROUTE_RANK,
   dtype: str = "bfloat16",
 ) -> Problem:
-  """A router of one decode step."""
+  """A router of one decode step; folded if `rank` is 0."""
   return Problem(
-    op="route",
+    op="route" if rank else "route_folded",
     dtype=dtype,
     rows=tokens,
     length=1,
     groups=groups,
     density=density,
     k=d,
-    n=rank,
+    n=rank or groups,
     span=plan.default_span(tokens, groups),
   )
 
@@ -246,6 +252,25 @@ def _route_rows() -> Iterable[Row]:
       yield Row(
         name=f"route/T{t}/G{groups}", problem=route_problem(t, groups, 0.5)
       )
+      yield Row(
+        name=f"route_folded/T{t}/G{groups}",
+        problem=route_problem(t, groups, 0.5, rank=0),
+      )
+
+
+def _routed_rows() -> Iterable[Row]:
+  """Decode steps with their routers: one set of groups for all tokens."""
+  for t in ROUTED_TOKENS:
+    kind = "random" if t == 1 else "shared"
+    for c in GROUP_SIZES:
+      for d in DENSITIES if t == 1 else (0.5,):
+        problem = matmul_problem("routed_ffn", t, c, d, shared=t > 1)
+        name = f"routed_ffn/T{t}/C{c}/d{d:g}"
+        yield Row(name=name, problem=problem, mask=kind)
+    width = _HEADS * _DIM
+    c = width // _HEAD_GROUPS
+    problem = matmul_problem("routed_q", t, c, 0.5, f=width, shared=t > 1)
+    yield Row(name=f"routed_q/T{t}/C{c}/d0.5", problem=problem, mask=kind)
 
 
 def _learned_rows() -> Iterable[Row]:
@@ -287,6 +312,7 @@ def rows() -> tuple[Row, ...]:
     *_matmul_rows(),
     *_attention_rows(),
     *_route_rows(),
+    *_routed_rows(),
     *_learned_rows(),
   )
 
@@ -347,7 +373,8 @@ def arrays(problem: Problem, seed: int) -> tuple[Array, ...]:
   Returns:
     (x, w), (x, w_gate, w_up, w_down) or, joined, (x, w_both, w_down),
     (q, k, v), for decode (q, k_cache, v_cache, lengths) with full lengths, for
-    route (x, down, down_bias, up, up_bias) with half of the logits above 0.
+    route (x, down, down_bias, up, up_bias) or, folded, (x, v, c), with half of
+    the logits above 0. With a router in front, r, v and those of the matmul.
   """
   p = problem
   keys = jax.random.split(jax.random.key(seed), 4)
@@ -370,6 +397,14 @@ def arrays(problem: Problem, seed: int) -> tuple[Array, ...]:
     up = _normal(keys[2], (p.n, p.groups), "float32", p.n**-0.5)
     zeros = (jnp.zeros(p.n, jnp.float32), jnp.zeros(p.groups, jnp.float32))
     return x, down, zeros[0], up, zeros[1]
+  if p.op == "route_folded":
+    v = _normal(keys[1], (p.groups, p.k), "float32", p.k**-0.5)
+    return x, v, jnp.zeros(p.groups, jnp.float32)
+  if p.op in ROUTED:
+    r = _normal(jax.random.key(seed + 1), x.shape, p.dtype, 1.0)
+    v = _normal(keys[2], (p.groups, p.k), "float32", p.k**-0.5)
+    plain = "gated_ffn" if p.op == "routed_ffn" else "matmul_n_sparse"
+    return r, v, *arrays(dataclasses.replace(p, op=plain), seed)
   shape = (p.n, p.k) if p.transposed else (p.k, p.n)
   w = normal(1, *shape, scale=p.k**-0.5)
   if p.op != "gated_ffn":
@@ -404,9 +439,15 @@ def _planned(mask, span: int, density: float, shared: bool, traced_for: str):
 
 
 def routed(problem: Problem, mask: np.ndarray) -> Any:
-  """What the op takes for a mask: a plan, or the mask itself for decode."""
-  if problem.op == "route":
+  """What the op takes for a mask: a plan, or the mask itself for decode.
+
+  A router alone takes a threshold. One in front of a matmul takes biases that
+  make every token keep the groups of the first.
+  """
+  if problem.op in ("route", "route_folded"):
     return jnp.zeros((), jnp.float32)  # the threshold
+  if problem.op in ROUTED:
+    return jnp.where(jnp.asarray(mask[0, 0]), 1e6, -1e6).astype(jnp.float32)
   if problem.op == "attention_decode":
     return jnp.asarray(mask[:, 0])
   hints = (problem.span, problem.density, problem.shared)
@@ -428,6 +469,11 @@ def call(
       return made.keep_MG, made.active_G, made.active_count
 
     return route
+  if problem.op == "route_folded":
+    how["density"] = problem.density
+    return lambda *args: routed_ops.route_folded(*args, **how).keep_MG
+  if problem.op in ROUTED:
+    return _routed_call(problem, how)
   if problem.op == "attention_decode":
     return lambda q, k, v, lengths, keep: ops.attention_decode(
       q, k, v, lengths, keep, density=problem.density, **how
@@ -438,6 +484,24 @@ def call(
   if problem.joined:
     return lambda x, both, down, made: op(x, both, None, down, made, **how)
   return lambda *args: op(*args, **how)
+
+
+def _routed_call(problem: Problem, how: dict[str, Any]):
+  """The op of (r, v, *arrays, c); threshold 0."""
+  how = {
+    "transposed": problem.transposed,
+    "density": problem.density,
+    "shared": problem.shared,
+    **how,
+  }
+  op = getattr(routed_ops, problem.op)
+
+  def run(r, v, x, w, *rest):
+    *down, c = rest
+    weights = (w, None, *down) if problem.joined else (w, *down)
+    return op(r, v, c, 0.0, x, *weights, **how)
+
+  return run
 
 
 # --- numbers before times ----------------------------------------------------
@@ -492,7 +556,7 @@ def _checked(problem: Problem) -> list[slice]:
 
 def compared(problem: Problem, out: Any) -> Array:
   """The part of an output that `exact` gives, in float32."""
-  if problem.op == "route":
+  if problem.op == "route" or problem.op in ROUTED:
     out = out[0]
   if problem.op == "attention_prefill":
     out = jnp.concatenate([out[:, at] for at in _checked(problem)], axis=1)
@@ -531,7 +595,11 @@ def zero_where_dropped(
   """Whether `compared(problem, out)` is exactly 0 in dropped groups."""
   if problem.op == "attention_prefill":
     mask = np.concatenate([mask[:, at] for at in _checked(problem)], axis=1)
-  elif problem.op not in ("matmul_n_sparse", "attention_decode"):
+  elif problem.op not in (
+    "matmul_n_sparse",
+    "routed_matmul_n_sparse",
+    "attention_decode",
+  ):
     return True  # its output has no groups
   return not bool(_any_left(compared_out, jnp.asarray(mask)))
 

@@ -27,7 +27,7 @@ FORMAT = 1
 VERSIONS = {
   "dense": 1,
   "ragged": 1,
-  "triton": 1,
+  "triton": 2,
   "mosaic_gpu": 1,
   "mosaic_tpu": 1,
 }

@@ -42,6 +42,17 @@ def pytest_collection_modifyitems(items):
       item.add_marker(skip)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_kernels(request):
+  """Interpreted kernels are compiled for longer than they run."""
+  name = "jax_disable_most_optimizations"
+  before = jax.config.values[name]
+  if request.module.__name__.startswith("test_kernel"):
+    jax.config.update(name, True)
+  yield
+  jax.config.update(name, before)
+
+
 @pytest.fixture(scope="session")
 def repo() -> pathlib.Path:
   """The root of the checkout."""

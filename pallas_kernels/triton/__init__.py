@@ -3,6 +3,7 @@
 jax 0.11 deprecated Pallas Triton and will remove it; it works through 0.12.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.problem import Op, Problem
@@ -10,6 +11,7 @@ from pallas_kernels.triton import (
   attention,
   attention_decode,
   decode,
+  decode_route,
   matmul,
   router,
 )
@@ -49,11 +51,18 @@ def _matmul_op(name: str) -> Op:
   return Op(run, matmul.why_not, _default, _candidates)
 
 
+def _routed_op(run: Callable[..., Any]) -> Op:
+  return Op(run, decode.why_not, decode.default, decode.candidates)
+
+
 OPS = {
   **{name: _matmul_op(name) for name in _MANY},
   "attention_prefill": attention.PREFILL,
   "attention_decode": attention_decode.DECODE,
   "route": router.ROUTE,
+  "route_folded": decode_route.ROUTE_FOLDED,
+  "routed_ffn": _routed_op(decode.routed_ffn),
+  "routed_matmul_n_sparse": _routed_op(decode.routed_n_sparse),
 }
 
 __all__ = ["OPS", "plan_parts"]

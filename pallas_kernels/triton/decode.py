@@ -2,8 +2,9 @@
 
 With so few tokens the time is that of reading weights, so a group that no
 token keeps is never read, and a token that drops a group others keep gets 0
-from it. The plan lists the active groups first; programs of later ones end at
-once. A token's result never depends on its neighbours, not in the last bit.
+from it. All that the kernels need to know is the mask: which groups are active
+each program works out itself, and no plan is made. A token's result never
+depends on its neighbours, not in the last bit.
 
 Two schemes, measured against each other by tune:
 
@@ -14,9 +15,12 @@ Two schemes, measured against each other by tune:
   registers and many small programs a multiprocessor hide the latency; for up
   to 4 tokens on the N-sparse side and for one on the K-sparse side.
 
+With a folded router the N-sparse side can make the decisions as well: every
+program of a group computes the group's logits, the same bits each time, and
+goes on or ends; one of them writes the decisions for the K-sparse side.
+
 Letters: M tokens, K input channels, N output channels, G groups, C channels a
-group. A *slot* is a place in the list of active groups, and a *place* is
-slot * C + channel of the group.
+group. A group's *rank* is its place among the active ones.
 """
 
 import functools
@@ -28,16 +32,13 @@ from jax import Array
 
 from pallas_kernels.plan import RoutePlan
 from pallas_kernels.problem import Problem
+from pallas_kernels.triton import decode_route
 from pallas_kernels.triton.common import call, cdiv, next_power
-from pallas_kernels.triton.decode_kernels import (
-  Cut,
-  k_dot,
-  k_vector,
-  n_dot,
-  n_kernel,
-  n_vector,
-)
+from pallas_kernels.triton.decode_cut import Cut
+from pallas_kernels.triton.decode_k import k_dot, k_kernel, k_vector
+from pallas_kernels.triton.decode_n import n_dot, n_kernel, n_vector
 from pallas_kernels.triton.decode_tiles import (
+  MAX_FUSED_TOKENS,
   MAX_VECTOR_TOKENS,
   DecodeTiles,
   candidates,
@@ -52,6 +53,8 @@ __all__ = [
   "gated_ffn",
   "k_sparse",
   "n_sparse",
+  "routed_ffn",
+  "routed_n_sparse",
   "why_not",
 ]
 
@@ -70,8 +73,8 @@ def n_sparse(
   w is [K, N], or [N, K] if problem.transposed, with a leading axis of layers
   if problem.layers.
   """
-  y = _n_side(problem, tiles, interpret, x, (w,), plan, layer)
-  return y.reshape(*x.shape[:2], problem.n)
+  out = _n_side(problem, tiles, interpret, x, (w,), (plan.keep_MG,), layer)
+  return out[0].reshape(*x.shape[:2], problem.n)
 
 
 def k_sparse(
@@ -90,7 +93,7 @@ def k_sparse(
   """
   x_MK = x.reshape(problem.tokens, problem.k)
   y = _k_side(
-    problem, tiles, interpret, x_MK, w, plan, layer, problem.n, compact=False
+    problem, tiles, interpret, x_MK, w, plan.keep_MG, layer, problem.n
   )
   return y.reshape(*x.shape[:2], problem.n)
 
@@ -101,33 +104,121 @@ def gated_ffn(
   interpret: bool,
   x: Array,
   w_gate: Array,
-  w_up: Array,
+  w_up: Array | None,
   w_down: Array,
   plan: RoutePlan,
   layer: Array,
 ) -> Array:
   """SwiGLU FFN of kept groups, [B, T, D] -> [B, T, D], in two kernels.
 
-  The hidden is stored by place, so that the second kernel reads it in one
-  piece; places of inactive groups are neither written nor read.
+  What the first leaves of inactive groups in the hidden is not read.
   """
   weights = [w for w in (w_gate, w_up) if w is not None]
-  hidden = _n_side(problem, tiles, interpret, x, weights, plan, layer)
+  return _ffn(
+    problem, tiles, interpret, x, weights, w_down, (plan.keep_MG,), layer
+  )[0]
+
+
+def routed_ffn(
+  problem: Problem,
+  tiles: DecodeTiles,
+  interpret: bool,
+  x: Array,
+  w_gate: Array,
+  w_up: Array | None,
+  w_down: Array,
+  r: Array,
+  v: Array,
+  c: Array,
+  threshold: Array,
+  layer: Array,
+) -> tuple[Array, Array]:
+  """(gated_ffn of the groups with r . v + c > threshold, bool [B, T, G]).
+
+  See ops and decode_route.route for the arguments.
+  """
+  weights = [w for w in (w_gate, w_up) if w is not None]
+  router = _router(problem, tiles, interpret, r, v, c, threshold, layer)
+  y, keep_MG = _ffn(
+    problem, tiles, interpret, x, weights, w_down, router, layer
+  )
+  return y, keep_MG.reshape(*x.shape[:2], problem.groups)
+
+
+def routed_n_sparse(
+  problem: Problem,
+  tiles: DecodeTiles,
+  interpret: bool,
+  x: Array,
+  w: Array,
+  r: Array,
+  v: Array,
+  c: Array,
+  threshold: Array,
+  layer: Array,
+) -> tuple[Array, Array]:
+  """(n_sparse of the groups with r . v + c > threshold, bool [B, T, G])."""
+  router = _router(problem, tiles, interpret, r, v, c, threshold, layer)
+  y, *made = _n_side(problem, tiles, interpret, x, (w,), router, layer)
+  keep_MG = made[0] if len(router) > 1 else router[0]
+  shape = x.shape[:2]
+  return y.reshape(*shape, -1), keep_MG.reshape(*shape, problem.groups)
+
+
+# --- the two sides -----------------------------------------------------------
+
+
+def _router(
+  problem, tiles, interpret, r, v, c, threshold, layer
+) -> tuple[Array, ...]:
+  """What _n_side takes: (keep_MG,), or the router's arrays if it is fused."""
+  if not tiles.n_fused:
+    how = decode_route.default(problem)
+    route = functools.partial(decode_route.route, problem, how, interpret)
+    return (route(r, v, c, threshold, layer),)
+  if problem.tokens > MAX_FUSED_TOKENS:
+    raise ValueError(
+      f"a fused router takes up to {MAX_FUSED_TOKENS} tokens, not "
+      f"{problem.tokens}."
+    )
+  if not problem.layers:
+    v, c = v[None], c[None]
+  threshold = decode_route.two_axes(threshold, bool(problem.layers))
+  return r.reshape(problem.tokens, -1), v, c, threshold
+
+
+def _ffn(
+  problem: Problem,
+  tiles: DecodeTiles,
+  interpret: bool,
+  x: Array,
+  weights: Sequence[Array],
+  w_down: Array,
+  router: tuple[Array, ...],
+  layer: Array,
+) -> tuple[Array, Array]:
+  """(y [B, T, D], keep_MG)."""
+  counts = 0
+  if tiles.k_last and tiles.k_splits > 1:
+    counts = cdiv(problem.k, _k_block(tiles, problem.k))
+  hidden, *made = _n_side(
+    problem, tiles, interpret, x, weights, router, layer, counts
+  )
+  keep_MG = made[0] if len(router) > 1 else router[0]
+  count = made[-1] if counts else None
   y = _k_side(
     problem,
     tiles,
     interpret,
     hidden,
     w_down,
-    plan,
+    keep_MG,
     layer,
     problem.k,
-    compact=True,
+    count,
+    hidden=True,
   )
-  return y.reshape(x.shape)
-
-
-# --- the two sides -----------------------------------------------------------
+  return y.reshape(x.shape), keep_MG
 
 
 def _n_side(
@@ -136,47 +227,54 @@ def _n_side(
   interpret: bool,
   x: Array,
   weights: Sequence[Array],
-  plan: RoutePlan,
+  router: tuple[Array, ...],
   layer: Array,
-) -> Array:
-  """[M, N]: by channel for one weight, by place (see top) for gate and up."""
-  scheme, size = tiles.n_scheme, problem.group_size
+  counts: int = 0,
+) -> list[Array]:
+  """[y [M, N], keep_MG if fused, counters if there are to be any].
+
+  `router` is (keep_MG,), or the arrays of a router to fuse; see _router.
+  """
+  scheme = tiles.n_scheme
   least = 16 if scheme == "dot" else 1
-  block = tiles.n_block
-  if not problem.transposed:
-    block = min(block, max(next_power(size), least))
   cut = Cut(
     tokens=problem.tokens,
     padded=_pad(problem.tokens, scheme, tiles.n_pad, MAX_VECTOR_TOKENS),
     groups=problem.groups,
-    size=size,
+    size=problem.group_size,
     dense=problem.k,
-    block=block,
+    block=min(tiles.n_block, max(next_power(problem.group_size), least)),
     step=min(tiles.n_step, max(next_power(problem.k), least)),
     transposed=problem.transposed,
-    compact=problem.op == "gated_ffn",
+    hidden=problem.op in ("gated_ffn", "routed_ffn"),
     joined=problem.joined,
     stacked=problem.layers > 1,
+    ranked=tiles.n_ranked,
+    fused=len(router) > 1,
+    counts=counts,
+    warps=tiles.n_warps,
+    interpret=interpret,
   )
-  if cut.flat:
-    programs = cdiv(problem.n, block)
-  else:
-    programs = problem.groups * cut.pieces
-  tile = n_dot if scheme == "dot" else n_vector
+  struct = jax.ShapeDtypeStruct
+  out = [struct((problem.tokens, problem.n), x.dtype)]
+  if cut.fused:
+    out.append(struct((problem.tokens, problem.groups), jnp.bool_))
+  if counts:
+    out.append(struct((counts,), jnp.int32))
   return call(
-    functools.partial(n_kernel, cut=cut, tile=tile),
-    jax.ShapeDtypeStruct((problem.tokens, problem.n), x.dtype),
-    (programs,),
+    functools.partial(
+      n_kernel, cut=cut, tile=n_dot if scheme == "dot" else n_vector
+    ),
+    out,
+    (problem.groups * cut.pieces,),
     x.reshape(problem.tokens, problem.k),
-    plan.keep_MG,
-    plan.active_G,
-    plan.active_count,
+    *router,
     layer.reshape(1),
     *(_stacked(w, problem) for w in weights),
     num_warps=tiles.n_warps,
     num_stages=tiles.n_stages,
     interpret=interpret,
-    name="decode_gate_up" if cut.compact else "decode_n_sparse",
+    name="decode_gate_up" if cut.hidden else "decode_n_sparse",
   )
 
 
@@ -186,51 +284,70 @@ def _k_side(
   interpret: bool,
   x_MK: Array,
   w: Array,
-  plan: RoutePlan,
+  keep_MG: Array,
   layer: Array,
   width: int,
+  count: Array | None = None,
   *,
-  compact: bool,
+  hidden: bool = False,
 ) -> Array:
-  """[M, width], x's dtype; x is by place if compact, else by channel."""
-  scheme, size = tiles.k_scheme, problem.group_size
-  least = 16 if scheme == "dot" else 1
+  """[M, width], x's dtype; x is the N-sparse side's output if `hidden`.
+
+  `count` are counters at 0: the parts are then summed by the last program.
+  """
+  scheme = tiles.k_scheme
   cut = Cut(
     tokens=problem.tokens,
     padded=_pad(problem.tokens, scheme, tiles.k_pad, 1),
     groups=problem.groups,
-    size=size,
+    size=problem.group_size,
     dense=width,
-    block=min(tiles.k_block, max(next_power(width), least)),
-    step=_k_step(tiles.k_step, size) if scheme == "dot" else tiles.k_step,
+    block=_k_block(tiles, width),
+    step=_k_step(tiles.k_step, problem.group_size, scheme),
     splits=tiles.k_splits,
-    compact=compact,
+    last=count is not None,
+    hidden=hidden,
     stacked=problem.layers > 1,
+    interpret=interpret,
   )
-  # A sum of parts is left to XLA, which fuses it with what comes next.
+  shape = (problem.tokens, width)
+  struct = jax.ShapeDtypeStruct
   dtype = x_MK.dtype if cut.splits == 1 else jnp.float32
-  parts = call(
-    functools.partial(k_dot if scheme == "dot" else k_vector, cut=cut),
-    jax.ShapeDtypeStruct((cut.splits, problem.tokens, width), dtype),
+  out = [struct((cut.splits, *shape), dtype)]
+  operands = [x_MK, _stacked(w, problem), keep_MG, layer.reshape(1)]
+  aliases = None
+  if count is not None:
+    out += [struct(shape, x_MK.dtype), struct(count.shape, count.dtype)]
+    aliases = {len(operands): 2}
+    operands.append(count)
+  parts, *done = call(
+    functools.partial(
+      k_kernel, cut=cut, tile=k_dot if scheme == "dot" else k_vector
+    ),
+    out,
     (cdiv(width, cut.block) * cut.splits,),
-    x_MK,
-    _stacked(w, problem),
-    plan.keep_MG,
-    plan.active_G,
-    plan.active_count,
-    layer.reshape(1),
+    *operands,
     num_warps=tiles.k_warps,
     num_stages=tiles.k_stages,
     interpret=interpret,
-    name="decode_down" if compact else "decode_k_sparse",
+    name="decode_down" if hidden else "decode_k_sparse",
+    aliases=aliases,
   )
+  if done:
+    return done[0]
+  # Otherwise XLA sums, and fuses the sum with what comes next.
   return parts[0] if cut.splits == 1 else parts.sum(0).astype(x_MK.dtype)
 
 
-def _k_step(step: int, size: int) -> int:
-  """A dot's step: whole steps a group, or one padded where that needs < 32."""
-  whole = size & -size
-  return min(step, whole if whole >= 32 else max(16, next_power(size)))
+def _k_block(tiles: DecodeTiles, width: int) -> int:
+  least = 16 if tiles.k_scheme == "dot" else 1
+  return min(tiles.k_block, max(next_power(width), least))
+
+
+def _k_step(step: int, size: int, scheme: str) -> int:
+  """Whole steps a group, or one padded where that would need short ones."""
+  least, whole = (32 if scheme == "dot" else 8), size & -size
+  return min(step, whole if whole >= least else max(16, next_power(size)))
 
 
 def _pad(tokens: int, scheme: str, least: int, most: int) -> int:

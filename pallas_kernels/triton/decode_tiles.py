@@ -12,7 +12,11 @@ from pallas_kernels.triton.common import cdiv, next_power
 
 MAX_TOKENS = 64
 MAX_VECTOR_TOKENS = 4  # of the N-sparse side; of the K-sparse side 1
-_OPS = ("matmul_n_sparse", "matmul_k_sparse", "gated_ffn")
+# A token's input is read by every program of a router fused with its matmul.
+MAX_FUSED_TOKENS = 16
+N_SPARSE = ("matmul_n_sparse", "routed_matmul_n_sparse")
+ROUTED = ("routed_ffn", "routed_matmul_n_sparse")
+_OPS = ("matmul_n_sparse", "matmul_k_sparse", "gated_ffn", *ROUTED)
 _SCHEMES = ("dot", "vector")
 # Too few programs leave multiprocessors idle, H200 has 132.
 _MULTIPROCESSORS = 132
@@ -33,6 +37,14 @@ class DecodeTiles:
       8 or 16; with 8 the compiler takes another matrix instruction.
     k_splits: parts that the groups are shared out to; their float32 results
       are summed afterwards.
+    k_last: a gated FFN's parts are summed by the last program to finish, which
+      saves a launch; else by XLA.
+    n_ranked: programs of the N-sparse side are given active groups by rank, so
+      that they are even; else every group has its programs, which know theirs
+      at once.
+    n_fused: with a router, its decisions are made by the programs of the
+      N-sparse side, which saves a launch, for up to 16 tokens, not ranked. Else
+      by a kernel of its own, with that kernel's default tiles.
   """
 
   n_scheme: str = "dot"
@@ -48,6 +60,9 @@ class DecodeTiles:
   k_stages: int = 4
   k_pad: int = 16
   k_splits: int = 8
+  k_last: bool = False
+  n_ranked: bool = True
+  n_fused: bool = False
 
   def __post_init__(self):
     for name in ("n_scheme", "k_scheme"):
@@ -65,6 +80,8 @@ class DecodeTiles:
     for name in ("n_pad", "k_pad"):
       if getattr(self, name) not in (8, 16):
         raise ValueError(f"{name}={getattr(self, name)} must be 8 or 16.")
+    if self.n_fused and self.n_ranked:
+      raise ValueError("n_fused=True needs n_ranked=False: ranks come later.")
     if self.k_splits < 1:
       raise ValueError(f"k_splits={self.k_splits} must be at least 1.")
 
@@ -91,7 +108,7 @@ def candidates(problem: Problem) -> list[DecodeTiles]:
   best of each side is in it.
   """
   n_cuts, k_cuts = _n_cuts(problem), _k_cuts(problem)
-  if problem.op == "matmul_n_sparse":
+  if problem.op in N_SPARSE:
     k_cuts = k_cuts[:1]
   if problem.op == "matmul_k_sparse":
     n_cuts = n_cuts[:1]
@@ -151,6 +168,9 @@ _K_DOTS = {
     (128, 128, 4, 4, 128),
     (128, 32, 4, 6, 512),
     (256, 64, 8, 4, 256),
+    (32, 128, 4, 8, 128),
+    (64, 128, 4, 6, 128),
+    (32, 128, 2, 6, 256),
   ],
   (2, False): [
     (128, 64, 4, 4, 128),
@@ -197,13 +217,30 @@ def _n_cuts(problem: Problem) -> list[dict]:
     first = size == 4 and problem.tokens <= 2  # a dot pads them to 16
     cuts = _both(vectors, cuts) if first else _both(cuts, vectors)
   names = ("n_scheme", "n_block", "n_step", "n_warps", "n_stages", "n_pad")
-  return [dict(zip(names, cut, strict=False)) for cut in cuts]
+  made = [dict(zip(names, cut, strict=False)) for cut in cuts]
+  first, *others = _n_orders(problem)
+  # The other orders for the likeliest cuts: right after the first, and behind.
+  return [
+    *({**made[0], **order} for order in (first, *others)),
+    *({**cut, **first} for cut in made[1:]),
+    *({**cut, **order} for cut in made[1:3] for order in others),
+  ]
+
+
+def _n_orders(problem: Problem) -> list[dict]:
+  """Who runs which group, and where a router runs; the likeliest first."""
+  ranked, direct = ({"n_ranked": order} for order in (True, False))
+  if problem.op not in ROUTED or problem.tokens > MAX_FUSED_TOKENS:
+    return [ranked, direct]
+  fused = {"n_ranked": False, "n_fused": True}
+  few = problem.tokens <= 4
+  return [fused, ranked, direct] if few else [ranked, fused, direct]
 
 
 def _k_cuts(problem: Problem) -> list[dict]:
   """As _n_cuts, for the K-sparse side; how many programs fixes the splits."""
   size = jnp.dtype(problem.dtype).itemsize
-  width = problem.k if problem.op == "gated_ffn" else problem.n
+  width = problem.k if problem.op in ("gated_ffn", "routed_ffn") else problem.n
   cuts = [("dot", *dot) for dot in _K_DOTS[size, problem.tokens <= 16]]
   if problem.tokens <= 8:
     cuts[2:2] = [(*cuts[0], 8), (*cuts[1], 8)]
@@ -233,4 +270,7 @@ def _k_cuts(problem: Problem) -> list[dict]:
         "k_pad": pad[0] if pad else 16,
       }
     )
-  return out
+  if problem.op == "matmul_k_sparse":
+    return out
+  last = [{**cut, "k_last": True} for cut in out if cut["k_splits"] > 1]
+  return [*out[:1], *last[:1], *out[1:], *last[1:4]]

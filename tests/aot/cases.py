@@ -219,6 +219,43 @@ def plan(tokens: int, groups: int) -> Callable:
   return make
 
 
+def routed_ffn(
+  model: Model, tokens: int, group: int, *, dtype: Any = jnp.bfloat16
+) -> Callable:
+  """A folded router in front of gated_ffn, over stacked weights."""
+
+  def make(backend: str):
+    def fn(r, x, v, c, threshold, w_gate, w_down, layer):
+      return pk.routed_ffn(
+        r,
+        v,
+        c,
+        threshold,
+        x,
+        w_gate,
+        None,
+        w_down,
+        layer=layer,
+        transposed=True,
+        backend=backend,
+      )
+
+    d, f, groups = model.width, model.hidden, model.hidden // group
+    f32 = jnp.float32
+    return fn, (
+      _struct(tokens, 1, d, dtype=dtype),
+      _struct(tokens, 1, d, dtype=dtype),
+      _struct(_LAYERS, groups, d, dtype=f32),
+      _struct(_LAYERS, groups, dtype=f32),
+      _struct(_LAYERS, dtype=f32),
+      _struct(_LAYERS, 2, f, d, dtype=dtype),
+      _struct(_LAYERS, f, d, dtype=dtype),
+      _INT,
+    )
+
+  return make
+
+
 def router(
   width: int, rank: int, groups: int, tokens: int, *, dtype: Any = jnp.bfloat16
 ) -> Callable:
@@ -312,11 +349,23 @@ CASES = (
   _gpu(
     "ffn-llama-1",
     ffn(LLAMA, 1, 128),
-    "plan_active",
     "decode_gate_up",
     "decode_down",
   ),
   _gpu("ffn-llama-16", ffn(LLAMA, 16, 128), "decode_gate_up", "decode_down"),
+  _gpu(
+    "routed-ffn-llama-1",
+    routed_ffn(LLAMA, 1, 128),
+    "decode_gate_up",
+    "decode_down",
+  ),
+  _gpu(
+    "routed-ffn-llama-16",
+    routed_ffn(LLAMA, 16, 128),
+    "route_folded",
+    "decode_gate_up",
+    "decode_down",
+  ),
   _gpu(
     "ffn-smollm2-7",
     ffn(SMOLLM2, 7, 128, dtype=_F32),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dispatch, plan, ragged, reference, router, suite
+from pallas_kernels import dispatch, plan, ragged, reference, routed, suite
 from pallas_kernels.problem import Problem
 
 _MOST_LOGITS_BYTES = 8 * 2**30
@@ -26,7 +26,7 @@ class Contender:
     name: in the results.
     role: `dense` (computes everything, masks nothing), `twin` (dense, on the
       arrays that `auto` gets, then the mask), `auto`, `kernel`, `library`, or
-      `routed` (`auto` with router and plan inside).
+      `routed` (`auto` with a router inside).
     fn: of `inputs(args)`.
     inputs: what it takes of `(*arrays, plan or keep)`.
   """
@@ -241,22 +241,28 @@ def planned(problem: Problem) -> Callable[..., Any]:
   )
 
 
-def routed_ffn(problem: Problem) -> Contender:
-  """A gated FFN with its router and plan, as a decode step runs it."""
+def with_router(problem: Problem) -> Problem:
+  """A gated FFN's problem with a folded router in front."""
+  return dataclasses.replace(problem, op="routed_ffn")
 
-  def run(x, both, down, *weights):
-    made = router.route(
-      x,
-      *weights,
-      span=problem.span,
-      density=problem.density,
-      shared=problem.shared,
-    )
-    return suite.call(problem)(x, both, down, made)
+
+def routed_ffn(problem: Problem) -> Contender:
+  """A gated FFN with its router, as a decode step runs it: no plan is left.
+
+  Its router is folded, and sees another array than the FFN, as in a model.
+  """
+  whole = with_router(problem)
+  both_outputs = suite.call(whole)
+
+  def run(*args):
+    return both_outputs(*args)[0]
 
   def inputs(args: tuple) -> tuple:
-    mask = np.asarray(args[-1].keep_MG)[0]
-    return (*args[:-1], *router_arrays(problem.k, problem.groups, mask))
+    x, both, down, made = args
+    mask = np.asarray(made.keep_MG)[0]
+    *router, _ = router_arrays(problem.k, problem.groups, mask)
+    v, c = routed.fold_router(*router)
+    return x * 2, v, x, both, down, c
 
   return Contender("routed", "routed", run, inputs)
 

@@ -26,6 +26,7 @@ SOLD = {"nvidia_h200": {"tflops": 989.0, "tb_s": 4.8}}
 # One decision serves gate, up and down, or Q, attention and O.
 _SHARE = {"ffn": 1.0}
 _DEFAULT_SHARE = 1 / 3
+_ROUTERS = ("route", "route_folded", *suite.ROUTED)
 # bfloat16 is off by 2e-3 to 1e-2; dense itself must not be wrong.
 _MOST_ERROR = 5e-2
 
@@ -333,16 +334,19 @@ def _router_and_plan(
   key = (problem.tokens, problem.groups, width, problem.span, problem.dtype)
   if key not in known:
     tokens, groups = problem.tokens, problem.groups
-    x, *weights = suite.arrays(
-      suite.route_problem(tokens, groups, 0.5, d=width, dtype=problem.dtype), 3
-    )
     decode = tokens <= 64
+    alike = suite.route_problem(
+      tokens,
+      groups,
+      problem.density,
+      d=width,
+      rank=0 if decode else suite.ROUTE_RANK,
+      dtype=problem.dtype,
+    )
+    x, *weights = suite.arrays(alike, 3)
     router_set = (x.reshape(problem.rows, problem.length, width), *weights)
     threshold = jax.numpy.float32(0)
     if decode:
-      alike = suite.route_problem(
-        tokens, groups, problem.density, d=width, dtype=problem.dtype
-      )
       runners = [
         Runner("router", suite.call(alike), [(*router_set, threshold)], 16)
       ]
@@ -361,7 +365,7 @@ def _router_and_plan(
       f"{name}_us": timing.summary(samples).median_us
       for name, samples in times.items()
     }
-    # Decode: one kernel routes and plans.
+    # Decode needs the decisions alone, of a folded router.
     known[key].setdefault("plan_us", 0.0)
   share = _SHARE.get(row.part, _DEFAULT_SHARE)
   return {**known[key], "router_and_plan_share": share}
@@ -430,9 +434,12 @@ def _compared(row: Row, alive, times, out: Mapping[str, Any]) -> dict[str, Any]:
   if choice.backend not in ("dense", "reference"):
     ratio("speedup", dense, auto)
     ratio("speedup_included", dense, auto, extra_s)
-    ratio("routed_speedup", dense, "routed" if "routed" in names else None)
     if "speedup" in result:
       result["measured_saving"] = 1 - 1 / result["speedup"]
+  if "routed" in names:
+    chosen = dispatch.choose(contenders.with_router(row.problem))
+    if chosen.backend not in ("dense", "reference"):
+      ratio("routed_speedup", dense, "routed")
   ratio("kernel_speedup", dense, kernel)
   ratio("kernel_speedup_included", dense, kernel, extra_s)
   ratio("library_speedup", dense, library)
@@ -443,7 +450,7 @@ def rows_for(
   rows: Sequence[Row], data: str | None, warn: Callable[[str], None]
 ) -> list[Row]:
   """Rows that can be run: learned masks need --data, routers are columns."""
-  able = [row for row in rows if row.part != "route"]
+  able = [row for row in rows if row.problem.op not in _ROUTERS]
   if data is None:
     without = [r for r in able if r.mask not in ("learned", "matched")]
     if len(without) < len(able):
