@@ -15,7 +15,7 @@ from jax import Array
 
 from pallas_kernels import device, reference
 from pallas_kernels.errors import Unsupported
-from pallas_kernels.plan import RoutePlan, active_groups
+from pallas_kernels.plan import RoutePlan
 from pallas_kernels.problem import Op, Problem
 
 
@@ -267,13 +267,12 @@ def _attention_op(run) -> Op:
 
 def _route(
   problem, tiles, interpret, x, down, down_bias, up, up_bias, threshold, layer
-):
+) -> Array:
   del tiles, interpret
   keep = reference.route(
     x, down, down_bias, up, up_bias, threshold, layer=_stacked(problem, layer)
   )
-  keep_MG = keep.reshape(problem.tokens, problem.groups)
-  return keep_MG, *active_groups(keep_MG)
+  return keep.reshape(problem.tokens, problem.groups)
 
 
 def _route_folded(

@@ -8,11 +8,10 @@ A mask [B, T, G] (True = compute) becomes, over the M = B * T tokens:
   neighbours differ in few bits (`class_order`, `class_code`): a tile of sorted
   tokens runs only the groups in the union of its codes (`class_union`). The
   Gray code is a monotone one, from all kept to none, so that tiles with much
-  work come first and the last ones to finish are short;
-* the groups that any token keeps, then the others (`active`), for decode.
+  work come first and the last ones to finish are short.
 
-One plan serves all ops of a decision. Under jit, what no op reads is not
-computed.
+Decode reads the mask alone. One plan serves all ops of a decision. Under jit,
+what no op reads is not computed.
 
 Letters: B batch, T tokens of a row, M = B * T, G groups, S spans.
 """
@@ -48,8 +47,6 @@ class RoutePlan:
       s * span + j.
     class_union_SU: int32 [S, ceil(M / TILE)], the bitwise or of each TILE of
       sorted codes.
-    active_G: int32 [G], groups kept by any token, ascending, then the others.
-    active_count: int32 [1], how many groups any token keeps.
     batch, length: B and T.
     span: neighbouring groups in a class code.
     density: share of the mask that is expected to be True; dispatch picks by
@@ -63,8 +60,6 @@ class RoutePlan:
   class_order_SM: Array
   class_code_SM: Array
   class_union_SU: Array
-  active_G: Array
-  active_count: Array
   batch: int = dataclasses.field(metadata={"static": True})
   length: int = dataclasses.field(metadata={"static": True})
   span: int = dataclasses.field(metadata={"static": True})
@@ -215,13 +210,6 @@ def class_unions(class_code_SM: Array) -> Array:
   return jax.lax.reduce(codes, jnp.int32(0), jax.lax.bitwise_or, (2,))
 
 
-def active_groups(keep_MG: Array) -> tuple[Array, Array]:
-  """(active_G, active_count) in plain jnp; see RoutePlan."""
-  any_G = keep_MG.any(0)
-  active = jnp.argsort(~any_G, stable=True).astype(jnp.int32)
-  return active, any_G.sum(dtype=jnp.int32)[None]
-
-
 def check_hints(span: int, density: float) -> None:
   """ValueError for a span or a density out of range."""
   if not 1 <= span <= MAX_SPAN:
@@ -268,7 +256,7 @@ def make_plan(
   keep_MG = keep.reshape(batch * length, groups)
   if interpret and make is not reference_parts:
     make = functools.partial(make, interpret=True)
-  group_order, group_start, class_order, class_code, *active = make(
+  group_order, group_start, class_order, class_code = make(
     keep_MG, batch=batch, span=span
   )
   return RoutePlan(
@@ -278,7 +266,6 @@ def make_plan(
     class_order,
     class_code,
     class_unions(class_code),
-    *active,
     batch=batch,
     length=length,
     span=span,
@@ -288,9 +275,5 @@ def make_plan(
 
 
 def reference_parts(keep_MG: Array, *, batch: int, span: int) -> tuple:
-  """RoutePlan's sorts and active list (without unions), in plain jnp."""
-  return (
-    *sorted_groups(keep_MG, batch),
-    *sorted_classes(keep_MG, span),
-    *active_groups(keep_MG),
-  )
+  """RoutePlan's sorts (without unions), in plain jnp."""
+  return (*sorted_groups(keep_MG, batch), *sorted_classes(keep_MG, span))

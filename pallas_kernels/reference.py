@@ -206,13 +206,22 @@ def _attend(q, k, v, sees_BTS, scale, per_kv):
   return out.reshape(rows, length, heads, dim).astype(q.dtype)
 
 
-def route_folded(x, v, c, threshold, *, layer=None) -> Array:
+def _matmul_float32(x: Array, w: Array) -> Array:
+  """[B, T, K] @ float32 [K, N] in float32."""
+  high = jax.lax.Precision.HIGHEST
+  return jnp.matmul(x.astype(jnp.float32), w, precision=high)
+
+
+def route_folded(
+  x, v, c, threshold, *, layer=None, matmul=_matmul_float32
+) -> Array:
   """A router folded into one map: x . v[g] + c[g] > threshold.
 
   Args:
     x: [B, T, D], any float dtype; computed in float32.
     v, c: float32 [G, D], [G]; stacked [L, ...] with `layer`.
     threshold: as in `route`.
+    matmul: as in `route`.
 
   Returns:
     bool [B, T, G].
@@ -221,13 +230,21 @@ def route_folded(x, v, c, threshold, *, layer=None) -> Array:
   if layer is not None:
     v, c = select(v, layer), select(c, layer)
     threshold = select(threshold, layer) if threshold.ndim else threshold
-  high = jax.lax.Precision.HIGHEST
-  logits = jnp.matmul(x.astype(jnp.float32), v.T, precision=high)
-  logits = logits + c[None, None]
+  logits = matmul(x, v.T) + c[None, None]
   return logits > jnp.broadcast_to(threshold, logits.shape)
 
 
-def route(x, down, down_bias, up, up_bias, threshold, *, layer=None) -> Array:
+def route(
+  x,
+  down,
+  down_bias,
+  up,
+  up_bias,
+  threshold,
+  *,
+  layer=None,
+  matmul=_matmul_float32,
+) -> Array:
   """Router of one decision: ((x @ down + b) @ up + b) > threshold.
 
   Args:
@@ -235,6 +252,7 @@ def route(x, down, down_bias, up, up_bias, threshold, *, layer=None) -> Array:
     down: float32 [D, R]; down_bias [R]; up [R, G]; up_bias [G]; stacked
       [L, ...] with `layer`.
     threshold: float32 [], [G], or stacked [L] or [L, G].
+    matmul: of x, another way to the same numbers (exact.py).
 
   Returns:
     bool [B, T, G].
@@ -245,8 +263,6 @@ def route(x, down, down_bias, up, up_bias, threshold, *, layer=None) -> Array:
       select(a, layer) for a in (down, down_bias, up, up_bias)
     )
     threshold = select(threshold, layer) if threshold.ndim else threshold
-  high = jax.lax.Precision.HIGHEST
-  low = jnp.matmul(x.astype(jnp.float32), down, precision=high)
-  low = low + down_bias[None, None]
-  logits = jnp.matmul(low, up, precision=high) + up_bias[None, None]
+  low = matmul(x, down) + down_bias[None, None]
+  logits = _matmul_float32(low, up) + up_bias[None, None]
   return logits > jnp.broadcast_to(threshold, logits.shape)

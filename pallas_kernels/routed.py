@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from pallas_kernels import dispatch, ops, reference
+from pallas_kernels import dispatch, exact, ops, reference
 from pallas_kernels import plan as plans
 from pallas_kernels.plan import RoutePlan, make_plan
 from pallas_kernels.problem import Problem
@@ -115,7 +115,9 @@ def route_folded(
       raise ValueError(
         f"tiles are for 1 to {DECODE_TOKENS} tokens, not {problem.tokens}."
       )
-    keep = reference.route_folded(*router, layer=layer)
+    as_specified = backend == "reference" or problem.tokens <= DECODE_TOKENS
+    decide = reference.route_folded if as_specified else exact.route_folded
+    keep = decide(*router, layer=layer)
     backend = "reference" if backend == "dense" else backend
     return make_plan(keep, backend=backend, interpret=interpret, **hints)
   choice = dispatch.choose(problem, backend, tiles)

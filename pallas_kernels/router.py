@@ -1,13 +1,12 @@
 """The public op `route`: a router's decisions as a plan that kernels read."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels import dispatch, reference
+from pallas_kernels import dispatch, exact, reference
 from pallas_kernels import plan as plans
 from pallas_kernels.plan import RoutePlan, make_plan
 from pallas_kernels.problem import Problem
@@ -34,9 +33,9 @@ def route(
 ) -> RoutePlan:
   """Plan of ((x @ down + down_bias) @ up + up_bias) > threshold, in float32.
 
-  Up to 64 tokens a kernel computes the decisions and the active list; what
-  else a plan holds is left to XLA, and costs nothing under jit if no op reads
-  it. More tokens go through XLA's matmuls, and then make_plan.
+  Up to 64 tokens a kernel computes the decisions; what else a plan holds is
+  left to XLA, and costs nothing under jit if no op reads it. More tokens go
+  through XLA's matmuls (exact.route), and then make_plan.
 
   No gradient flows through the decisions: they are bool.
 
@@ -85,7 +84,9 @@ def route(
   if decode:
     choice = dispatch.choose(problem, backend, tiles)
   if not decode or choice.backend == "reference":
-    keep = reference.route(x, *weights, threshold, layer=layer)
+    as_specified = decode or backend == "reference"
+    decide = reference.route if as_specified else exact.route
+    keep = decide(x, *weights, threshold, layer=layer)
     return make_plan(
       keep,
       span=span,
@@ -101,15 +102,14 @@ def route(
   def run(*arrays):
     return op.run(problem, choice.tiles, interpret, *arrays)
 
-  keep_MG, active_G, count = run(x, *weights, threshold, layer)
-  plan = make_plan(
+  keep_MG = run(x, *weights, threshold, layer)
+  return make_plan(
     keep_MG.reshape(rows, length, groups),
     span=span,
     density=density,
     shared=shared,
     backend="reference",
   )
-  return dataclasses.replace(plan, active_G=active_G, active_count=count)
 
 
 def _check(x, down, down_bias, up, up_bias, threshold, layer) -> None:

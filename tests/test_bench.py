@@ -4,13 +4,14 @@ import json
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch, suite, table
+from pallas_kernels import dispatch, suite, table, timing
 from wide_jax import bench
 from wide_jax.benchmarks import contenders, masks, measure, report
 
@@ -146,6 +147,58 @@ def test_the_routers_decisions_are_the_rows_masks():
   np.testing.assert_allclose(got, suite.call(p)(*args), atol=1e-5)
 
 
+def in_line_problems():
+  sizes: dict[str, Any] = {"d": 64, "f": 128}
+  return [
+    *(
+      suite.matmul_problem(part, 70, 32, 0.5, **sizes)
+      for part in ("n_sparse", "k_sparse", "ffn")
+    ),
+    suite.prefill_problem(70, 0.5, heads=4, kv_heads=2, dim=16, groups=2),
+  ]
+
+
+@pytest.mark.parametrize("p", in_line_problems(), ids=lambda p: p.op)
+def test_programs_in_line_do_what_auto_does(p):
+  """The router's own decisions change no mask."""
+  mask = suite.random_mask(p, 0)
+  args = (*suite.arrays(p, 0), suite.routed(p, mask))
+  args = suite.poisoned(p, args, mask)
+  want = jax.jit(suite.call(p))(*args)
+  found = contenders.in_line(p)
+  assert [c.role for c in found] == ["planned", "routed"]
+  for contender in found:
+    got = jax.jit(contender.fn)(*contender.inputs(args))
+    np.testing.assert_array_equal(got, want, err_msg=contender.name)
+
+
+def test_decode_has_nothing_in_line():
+  assert not contenders.in_line(suite.matmul_problem("ffn", 64, 128, 0.5))
+  assert not contenders.in_line(suite.decode_problem(16, 64, 0.5))
+
+
+def test_every_run_in_line_makes_its_own_plan(monkeypatch):
+  """Runs on the same masks and router would otherwise share them."""
+
+  def op(x, w, made):
+    return x + made.class_order_SM.sum()
+
+  monkeypatch.setattr(suite, "call", lambda problem: op)
+  p = in_line_problems()[0]
+  args = (*suite.arrays(p, 0), suite.routed(p, suite.random_mask(p, 0)))
+  for contender in contenders.in_line(p):
+    inputs = contender.inputs(args)
+    text = [
+      jax.jit(timing.program(contender.fn))
+      .lower(*[inputs] * runs)
+      .compile()
+      .as_text()
+      for runs in (1, 3)
+    ]
+    one, three = (t.count(" sort(") for t in text)
+    assert one and three == 3 * one
+
+
 # --- what may be said --------------------------------------------------------
 
 
@@ -190,6 +243,62 @@ def test_ratios_are_over_the_best_dense_and_the_twin(monkeypatch):
   np.testing.assert_allclose(got["speedup_included"], 4 / 3, rtol=0.01)
   assert got["speedup_low"] <= got["speedup"] <= got["speedup_high"]
   assert got["auto_ok"]
+
+
+IN_LINE = TIMES | {
+  "planned": [2.1, 2.4, 2.1, 2.1, 2.0],
+  "routed": [2.4, 2.5, 2.5, 2.4, 2.4],
+}
+
+
+def in_line_row(monkeypatch, part, times, backend="triton"):
+  choice = dispatch.Choice(backend, why="because")
+  monkeypatch.setattr(measure.dispatch, "choose", lambda p: choice)
+  roles = {"xla": "dense", "triton": "kernel"}
+  who = entries(**{name: roles.get(name, name) for name in times})
+  p = suite.matmul_problem(part, 4096, 128, 0.5)
+  row = suite.Row(name=f"{part}/T4096", problem=p)
+  out = {"measures": "kernels"}
+  out |= measure._router_and_plan(row, who, times, measure.Settings(), {})
+  return out | measure._compared(row, who, times, out)
+
+
+def test_router_and_plan_are_paired_differences(monkeypatch):
+  got = in_line_row(monkeypatch, "n_sparse", IN_LINE)
+  # Of differences, not of medians; and what is negative stays so.
+  np.testing.assert_allclose(got["plan_us"], 0.1e6)
+  np.testing.assert_allclose(got["router_us"], 0.3e6)
+  shorter = IN_LINE | {"planned": [1.9] * 5}
+  assert in_line_row(monkeypatch, "n_sparse", shorter)["plan_us"] < 0
+  # A third of what the routed program takes longer.
+  own = np.array(IN_LINE["auto"])
+  own = own + (np.array(IN_LINE["routed"]) - own) / 3
+  want = np.exp(np.log(np.array(IN_LINE["xla"]) / own).mean())
+  np.testing.assert_allclose(got["speedup_included"], want)
+  np.testing.assert_allclose(got["kernel_speedup_included"], want, rtol=0.02)
+  assert got["routed_us"] is None and "routed_speedup" not in got
+
+
+def test_a_gated_ffn_with_its_router_is_measured_as_one(monkeypatch):
+  got = in_line_row(monkeypatch, "ffn", IN_LINE)
+  ratios = np.array(IN_LINE["xla"]) / np.array(IN_LINE["routed"])
+  want = np.exp(np.log(ratios).mean())
+  np.testing.assert_allclose(got["routed_speedup"], want)
+  np.testing.assert_allclose(got["speedup_included"], want)
+  np.testing.assert_allclose(got["routed_us"], 2.4e6)
+
+
+def test_a_plan_of_another_backend_says_nothing_of_a_kernel(monkeypatch):
+  got = in_line_row(monkeypatch, "ffn", IN_LINE, backend="dense")
+  assert "kernel_speedup" in got and "kernel_speedup_included" not in got
+  assert "speedup_included" not in got and "routed_speedup" not in got
+
+
+def test_without_a_routed_program_nothing_is_included(monkeypatch):
+  times = {k: v for k, v in IN_LINE.items() if k != "routed"}
+  got = in_line_row(monkeypatch, "n_sparse", times)
+  assert got["router_us"] is None and got["plan_us"] is not None
+  assert "speedup" in got and "speedup_included" not in got
 
 
 def test_a_masked_path_has_no_speedup(monkeypatch):

@@ -23,10 +23,9 @@ RUN = {
 DOT = decode.DecodeTiles(
   n_block=32, n_step=32, k_block=32, k_step=32, k_splits=3
 )
-# The other ways to share out the work and to sum, too.
+# The other way to share out the work, too.
 VECTOR = decode.DecodeTiles(
   n_ranked=False,
-  k_last=True,
   n_scheme="vector",
   n_block=4,
   n_step=32,
@@ -307,7 +306,8 @@ def test_candidates(op, tokens, dtype):
     n_schemes = {t.n_scheme for t in tiles}
     k_schemes = {t.k_scheme for t in tiles}
     assert "vector" not in n_schemes or tokens <= 4
-    assert "vector" not in k_schemes or tokens == 1
+    one = tokens == 1 and dtype == "float32"
+    assert "vector" not in k_schemes or one
 
 
 def test_refusals():

@@ -29,8 +29,6 @@ PARTS = (
   "group_start_GB",
   "class_order_SM",
   "class_code_SM",
-  "active_G",
-  "active_count",
 )
 
 
@@ -60,9 +58,7 @@ def stated_parts(keep: np.ndarray, batch: int, span: int) -> list[np.ndarray]:
     ]
     classes.append(sorted(range(tokens), key=lambda m, c=code: place[c[m]]))
     codes.append([code[m] for m in classes[-1]])
-  some = [g for g in range(groups) if keep[:, g].any()]
-  active = some + [g for g in range(groups) if g not in some]
-  parts = (order, start, classes, codes, active, [len(some)])
+  parts = (order, start, classes, codes)
   return [np.asarray(part, np.int32) for part in parts]
 
 
@@ -165,13 +161,12 @@ def test_what_nobody_reads_is_not_computed():
     keep = jax.ShapeDtypeStruct((16, 6), jnp.bool_)
     return jax.jit(some).lower(keep).compile().as_text()
 
-  everything = compiled(range(6))
-  for name in ("plan_groups", "plan_classes", "plan_active"):
+  everything = compiled(range(4))
+  for name in ("plan_groups", "plan_classes"):
     assert name in everything
   groups_only = compiled([0])
   assert "plan_groups" in groups_only
   assert "plan_classes" not in groups_only
-  assert "plan_active" not in groups_only
   assert "plan_groups" not in compiled([2, 3])
 
 
@@ -320,8 +315,7 @@ def test_nobody_is_kept():
     np.random.default_rng(0), 2, 1, 16, 16, 5, 0, "float32"
   )
   got = route(*arrays, 1e6, backend="triton", interpret=True)
-  assert not got.keep_MG.any() and got.active_count[0] == 0
-  np.testing.assert_array_equal(got.active_G, np.arange(5))
+  assert not got.keep_MG.any()
 
 
 def test_a_prefill_router_plans_with_the_backend_named():

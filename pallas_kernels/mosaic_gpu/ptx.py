@@ -5,6 +5,7 @@ by every thread of a warpgroup. Values are MLIR values: i32 unless said.
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
@@ -204,7 +205,8 @@ class Barriers:
 
   def at(self, index: ir.Value) -> utils.BarrierRef:
     """One barrier, as Mosaic's copies take it."""
-    return utils.BarrierRef(self.base, index, None, 1)
+    no_phases: Any = None  # every wait is told its parity
+    return utils.BarrierRef(self.base, index, no_phases, 1)
 
   def init(self, index: int, arrivals: int) -> None:
     """By one thread."""

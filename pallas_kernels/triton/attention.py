@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import math
 import struct
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -246,7 +247,7 @@ def _rows(q, at, low, high, k_ref, v_ref, layer, row, kv, start, cols, s):
 
   def body(masked, i, carry):
     j = first + i * block + step_K
-    extra = {}
+    extra: dict[str, Any] = {}
     if masked:
       extra = {"mask": (j < stop)[:, None] & in_dim, "other": 0}
     elif padded:

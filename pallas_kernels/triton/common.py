@@ -19,11 +19,8 @@ def call(
   num_stages: int,
   interpret: bool,
   name: str,
-  aliases: dict[int, int] | None = None,
 ):
   """Runs a kernel whose operands are whole arrays, indexed by the kernel.
-
-  `aliases`: operand -> output that takes its place in memory.
 
   jax 0.11 and later warn at each call that Pallas Triton is deprecated; our
   users cannot act on it (BUILD_NOTES says what will follow), so it is silent.
@@ -41,7 +38,6 @@ def call(
       compiler_params=plgpu.CompilerParams(
         num_warps=num_warps, num_stages=num_stages
       ),
-      input_output_aliases=aliases or {},
       interpret=interpret,
       name=name,
     )(*arrays)

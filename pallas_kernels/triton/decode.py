@@ -13,7 +13,8 @@ Two schemes, measured against each other by tune:
   tiles by asynchronous copies, `stages` deep.
 * `vector`: each weight is multiplied and added by hand, tiles go straight to
   registers and many small programs a multiprocessor hide the latency; for up
-  to 4 tokens on the N-sparse side and for one on the K-sparse side.
+  to 4 tokens on the N-sparse side and for one on the K-sparse side, where tune
+  measures it in float32 only.
 
 With a folded router the N-sparse side can make the decisions as well: every
 program of a group computes the group's logits, the same bits each time, and
@@ -198,14 +199,8 @@ def _ffn(
   layer: Array,
 ) -> tuple[Array, Array]:
   """(y [B, T, D], keep_MG)."""
-  counts = 0
-  if tiles.k_last and tiles.k_splits > 1:
-    counts = cdiv(problem.k, _k_block(tiles, problem.k))
-  hidden, *made = _n_side(
-    problem, tiles, interpret, x, weights, router, layer, counts
-  )
+  hidden, *made = _n_side(problem, tiles, interpret, x, weights, router, layer)
   keep_MG = made[0] if len(router) > 1 else router[0]
-  count = made[-1] if counts else None
   y = _k_side(
     problem,
     tiles,
@@ -215,7 +210,6 @@ def _ffn(
     keep_MG,
     layer,
     problem.k,
-    count,
     hidden=True,
   )
   return y.reshape(x.shape), keep_MG
@@ -229,9 +223,8 @@ def _n_side(
   weights: Sequence[Array],
   router: tuple[Array, ...],
   layer: Array,
-  counts: int = 0,
 ) -> list[Array]:
-  """[y [M, N], keep_MG if fused, counters if there are to be any].
+  """[y [M, N], keep_MG if fused].
 
   `router` is (keep_MG,), or the arrays of a router to fuse; see _router.
   """
@@ -251,16 +244,12 @@ def _n_side(
     stacked=problem.layers > 1,
     ranked=tiles.n_ranked,
     fused=len(router) > 1,
-    counts=counts,
     warps=tiles.n_warps,
-    interpret=interpret,
   )
   struct = jax.ShapeDtypeStruct
   out = [struct((problem.tokens, problem.n), x.dtype)]
   if cut.fused:
     out.append(struct((problem.tokens, problem.groups), jnp.bool_))
-  if counts:
-    out.append(struct((counts,), jnp.int32))
   return call(
     functools.partial(
       n_kernel, cut=cut, tile=n_dot if scheme == "dot" else n_vector
@@ -287,61 +276,43 @@ def _k_side(
   keep_MG: Array,
   layer: Array,
   width: int,
-  count: Array | None = None,
   *,
   hidden: bool = False,
 ) -> Array:
-  """[M, width], x's dtype; x is the N-sparse side's output if `hidden`.
-
-  `count` are counters at 0: the parts are then summed by the last program.
-  """
+  """[M, width], x's dtype; x is the N-sparse side's output if `hidden`."""
   scheme = tiles.k_scheme
+  least = 16 if scheme == "dot" else 1
   cut = Cut(
     tokens=problem.tokens,
     padded=_pad(problem.tokens, scheme, tiles.k_pad, 1),
     groups=problem.groups,
     size=problem.group_size,
     dense=width,
-    block=_k_block(tiles, width),
+    block=min(tiles.k_block, max(next_power(width), least)),
     step=_k_step(tiles.k_step, problem.group_size, scheme),
     splits=tiles.k_splits,
-    last=count is not None,
     hidden=hidden,
     stacked=problem.layers > 1,
-    interpret=interpret,
   )
-  shape = (problem.tokens, width)
-  struct = jax.ShapeDtypeStruct
   dtype = x_MK.dtype if cut.splits == 1 else jnp.float32
-  out = [struct((cut.splits, *shape), dtype)]
-  operands = [x_MK, _stacked(w, problem), keep_MG, layer.reshape(1)]
-  aliases = None
-  if count is not None:
-    out += [struct(shape, x_MK.dtype), struct(count.shape, count.dtype)]
-    aliases = {len(operands): 2}
-    operands.append(count)
-  parts, *done = call(
+  parts = call(
     functools.partial(
       k_kernel, cut=cut, tile=k_dot if scheme == "dot" else k_vector
     ),
-    out,
+    jax.ShapeDtypeStruct((cut.splits, problem.tokens, width), dtype),
     (cdiv(width, cut.block) * cut.splits,),
-    *operands,
+    x_MK,
+    _stacked(w, problem),
+    keep_MG,
+    layer.reshape(1),
     num_warps=tiles.k_warps,
     num_stages=tiles.k_stages,
     interpret=interpret,
     name="decode_down" if hidden else "decode_k_sparse",
-    aliases=aliases,
   )
-  if done:
-    return done[0]
-  # Otherwise XLA sums, and fuses the sum with what comes next.
+  # XLA sums, and fuses the sum with what comes next. A sum by the last program
+  # to finish, with an atomic count, was no faster.
   return parts[0] if cut.splits == 1 else parts.sum(0).astype(x_MK.dtype)
-
-
-def _k_block(tiles: DecodeTiles, width: int) -> int:
-  least = 16 if tiles.k_scheme == "dot" else 1
-  return min(tiles.k_block, max(next_power(width), least))
 
 
 def _k_step(step: int, size: int, scheme: str) -> int:

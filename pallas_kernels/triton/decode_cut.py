@@ -28,7 +28,6 @@ class Cut:
       the K-sparse side.
     block, step: as in DecodeTiles, fitted to the shape.
     splits: of the K-sparse side.
-    last: the last split of a block of output channels to finish sums them all.
     transposed: the N-sparse weight is [N, K].
     hidden: the N-sparse side's output, or the K-sparse side's input, is the
       hidden of an FFN: nobody reads an inactive group of it, and dropped tokens
@@ -38,10 +37,7 @@ class Cut:
     ranked: programs of the N-sparse side belong to the active groups by rank;
       else to all groups, and those of inactive ones end at once.
     fused: the N-sparse side decides for itself, and writes the decisions.
-    counts: counters that the N-sparse side sets to 0 for a K-sparse side with
-      `last`.
     warps: of a program.
-    interpret: runs in interpret mode.
   """
 
   tokens: int
@@ -52,16 +48,13 @@ class Cut:
   block: int
   step: int
   splits: int = 1
-  last: bool = False
   transposed: bool = False
   hidden: bool = False
   joined: bool = False
   stacked: bool = False
   ranked: bool = False
   fused: bool = False
-  counts: int = 0
   warps: int = 4
-  interpret: bool = False
 
   @property
   def shared(self) -> bool:

@@ -7,7 +7,6 @@ the letters.
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.triton.common import cdiv
 from pallas_kernels.triton.decode_cut import (
@@ -27,11 +26,10 @@ from pallas_kernels.triton.decode_cut import (
 )
 
 
-def k_kernel(x_ref, w_ref, keep_ref, layer_ref, *refs, cut: Cut, tile):
+def k_kernel(x_ref, w_ref, keep_ref, layer_ref, parts_ref, *, cut: Cut, tile):
   """A block of output channels over this split's steps of active groups.
 
-  Gives parts [splits, M, N]; or, with cut.last, takes counters and gives the
-  sum, with the parts in memory beside it.
+  Gives parts [splits, M, N].
   """
   blocks = cdiv(cut.dense, cut.block)
   program = pl.program_id(0)
@@ -51,39 +49,8 @@ def k_kernel(x_ref, w_ref, keep_ref, layer_ref, *refs, cut: Cut, tile):
   token = iota(acc.shape[1])
   real = below(token, cut.tokens, acc.shape[1] == cut.tokens)
   mask = both(cols(real), rows(col_mask))
-  # Without `last`, the parts are the output.
-  parts_ref = refs[1] if cut.last else refs[0]
-  at = (token[None, :], col[:, None])
-  store(parts_ref.at[split, *at], acc.astype(parts_ref.dtype), mask)
-  if cut.last:
-    _, _, out_ref, count_ref = refs
-    _sum_by_last(parts_ref, out_ref, count_ref, block, at, mask, cut)
-
-
-def _sum_by_last(parts_ref, out_ref, count_ref, block, at, mask, cut: Cut):
-  """The last split of a block to come here sums them all, always in order.
-
-  The barrier puts this program's stores before its count, which releases them
-  to whoever counts later; the sum reads past the first-level cache.
-  """
-  if not cut.interpret:
-    plgpu.debug_barrier()
-  before = plgpu.atomic_add(count_ref, (block,), jnp.int32(1))
-
-  @pl.when(before == cut.splits - 1)
-  def _():
-    if not cut.interpret:
-      plgpu.debug_barrier()
-    total = 0.0
-    for split in range(cut.splits):
-      view = parts_ref.at[jnp.int32(split), *at]
-      if mask is None:
-        part = plgpu.load(view, volatile=True)
-      else:
-        whole = jnp.broadcast_to(mask, view.shape)
-        part = plgpu.load(view, mask=whole, other=0.0, volatile=True)
-      total = total + part
-    store(out_ref.at[at], total.astype(out_ref.dtype), mask)
+  view = parts_ref.at[split, token[None, :], col[:, None]]
+  store(view, acc.astype(parts_ref.dtype), mask)
 
 
 def _even(total, split, splits: int):

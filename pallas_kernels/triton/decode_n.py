@@ -37,8 +37,7 @@ def n_kernel(*refs, cut: Cut, tile):
   """One block of channels of one group.
 
   Takes x, (keep or, fused, the router's input, v, c and threshold), layer and
-  the weights; gives the output, then the decisions if fused, then the counters
-  if there are any.
+  the weights; gives the output, then the decisions if fused.
   """
   x_ref, *refs = refs
   if cut.fused:
@@ -72,15 +71,6 @@ def n_kernel(*refs, cut: Cut, tile):
     else:
       works = any_of(keepers(keep_ref, group, cut, next_power(cut.tokens)))
     own = functools.partial(keepers, keep_ref, group, cut)
-  if cut.counts:
-
-    @pl.when(program == 0)
-    def _():
-      width = next_power(cut.counts)
-      at = iota(width)
-      inside = below(at, cut.counts, width == cut.counts)
-      store(outs[-1].at[at], jnp.zeros(width, jnp.int32), inside)
-
   channel = group * cut.size + first + iota(cut.block)
   exists = below(first + iota(cut.block), cut.size, cut.size % cut.block == 0)
   leads = [(layer,)] * len(w_refs)

@@ -79,24 +79,24 @@ def candidates(problem: Problem) -> tuple[FoldedTiles, ...]:
   """Tiles worth measuring, the default first."""
   tokens = problem.tokens
   if tokens <= 4:
-    cuts = [(1, tokens, 4), (1, tokens, 8), (1, tokens, 2), (2, tokens, 8)]
+    cuts = [(1, tokens, 4), (2, tokens, 8), (1, tokens, 8), (1, tokens, 2)]
     if tokens > 1:
       cuts.append((1, 1, 4))
   else:
     most = min(tokens, 16)
-    cuts = [(2, most, 8), (1, most, 8), (1, most, 16), (4, 8, 8), (1, 4, 4)]
+    cuts = [(1, 4, 4), (1, most, 8), (4, 8, 8), (2, most, 8), (1, most, 16)]
   vectors = [
     FoldedTiles(block=block, lanes=min(lanes, tokens), num_warps=warps)
     for block, lanes, warps in cuts
   ]
+  if tokens <= 16:  # for so few a dot takes twice as long or more
+    return tuple(vectors)
   dots = [
     FoldedTiles(scheme="dot", block=block, lanes=16, num_stages=stages)
     for block in (8, 16)
     for stages in (3, 5)
   ]
-  if tokens <= 4:
-    return tuple(vectors)
-  return tuple(vectors + dots if tokens <= 16 else dots + vectors)
+  return tuple(vectors + dots)
 
 
 def two_axes(threshold: Array, stacked: bool) -> Array:

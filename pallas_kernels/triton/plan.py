@@ -9,7 +9,7 @@ side: words [ceil(G / width), M], 1/8 of the bytes, each read whole. No class
 code straddles two words.
 
 Every part is a call of its own, which jit drops if nobody reads it: one for the
-groups, one for the classes, one for the active list, and the packing.
+groups, one for the classes, and the packing.
 """
 
 import dataclasses
@@ -25,9 +25,6 @@ from pallas_kernels.plan import class_rank, class_sequence
 from pallas_kernels.triton import common
 
 _INT = jnp.int32
-# Up to here the active list is read from the mask itself, in one program.
-_FEW_TOKENS = 64
-_TILE = 16384  # mask bytes that the active list reads at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +86,7 @@ def plan_parts(
     tiles: None takes default_tiles.
 
   Returns:
-    (group_order_GM, group_start_GB, class_order_SM, class_code_SM, active_G,
-    active_count).
+    (group_order_GM, group_start_GB, class_order_SM, class_code_SM).
   """
   tokens, groups = keep_MG.shape
   tiles = tiles or default_tiles(tokens)
@@ -99,13 +95,10 @@ def plan_parts(
   if tiles.packed:
     source = _pack(keep_MG, width, tiles.pack, interpret)
   read = functools.partial(_read_bits, width=width)
-  order, start = _sort_groups(source, read, groups, batch, tiles, interpret)
-  classes = _sort_classes(source, read, groups, span, tiles, interpret)
-  if tokens <= _FEW_TOKENS:
-    active = _active(_any_token, keep_MG, groups, interpret)
-  else:
-    active = _active(_any_counted, start, groups, interpret)
-  return order, start, *classes, *active
+  return (
+    *_sort_groups(source, read, groups, batch, tiles, interpret),
+    *_sort_classes(source, read, groups, span, tiles, interpret),
+  )
 
 
 # --- packing -----------------------------------------------------------------
@@ -315,69 +308,4 @@ def _sort_classes(source, read, groups, span, tiles, interpret):
     num_stages=1,
     interpret=interpret,
     name="plan_classes",
-  )
-
-
-# --- active ------------------------------------------------------------------
-
-
-def write_active(any_P: Array, groups: int, active_ref, count_ref) -> None:
-  """Writes the groups with any_P == 1, ascending, then the others.
-
-  any_P is int32, 0 or 1, padded to a power of two with 0.
-  """
-  group = jnp.arange(any_P.shape[0], dtype=_INT)
-  upto = jnp.cumsum(any_P, dtype=_INT)
-  total = any_P.sum(dtype=_INT)
-  to = jnp.where(any_P == 1, upto - 1, total + group - upto)
-  plgpu.store(active_ref.at[to], group, mask=group < groups)
-  plgpu.store(count_ref.at[jnp.arange(1, dtype=_INT)], jnp.full(1, total, _INT))
-
-
-def _any_token(keep_ref, padded):
-  """int32 [padded]: 1 where any token keeps the group."""
-  tokens, groups = keep_ref.shape
-  rows = min(common.next_power(tokens), max(_TILE // padded, 1))
-  group = jnp.arange(padded, dtype=_INT)
-  lane = jnp.arange(rows, dtype=_INT)
-
-  def step(i, seen):
-    at = i * rows + lane
-    fits = (at < tokens)[:, None] & (group < groups)[None]
-    keep = plgpu.load(
-      keep_ref.at[at[:, None], group[None]], mask=fits, other=False
-    )
-    return jnp.maximum(seen, keep.astype(_INT))
-
-  seen = jnp.zeros((rows, padded), _INT)
-  return jax.lax.fori_loop(0, common.cdiv(tokens, rows), step, seen).max(0)
-
-
-def _any_counted(start_ref, padded):
-  """int32 [padded]: 1 where the count in the last column is not 0."""
-  groups, columns = start_ref.shape
-  group = jnp.arange(padded, dtype=_INT)
-  count = plgpu.load(
-    start_ref.at[group, columns - 1], mask=group < groups, other=0
-  )
-  return (count > 0).astype(_INT)
-
-
-def _active(any_of, source, groups, interpret):
-  def kernel(source_ref, active_ref, count_ref):
-    any_P = any_of(source_ref, common.next_power(groups))
-    write_active(any_P, groups, active_ref, count_ref)
-
-  return common.call(
-    kernel,
-    (
-      jax.ShapeDtypeStruct((groups,), _INT),
-      jax.ShapeDtypeStruct((1,), _INT),
-    ),
-    (1,),
-    source,
-    num_warps=4,
-    num_stages=1,
-    interpret=interpret,
-    name="plan_active",
   )

@@ -1,9 +1,8 @@
-"""The decode router: two small matmuls, threshold and active list, M <= 64.
+"""The decode router: two small matmuls and a threshold, for M <= 64 tokens.
 
 A launch costs about as much as reading 200 KB through one multiprocessor, so
 there are two ways, and tiles pick: one program does it all, or `splits`
-programs share the first matmul's D and a second launch does the rest. In both
-the last program sees every decision, so that it also lists the active groups.
+programs share the first matmul's D and a second launch does the rest.
 
 Everything is float32. One token is multiplied and summed; more go through the
 tensor cores as three TF32 products, which keep 21 bits or more of each factor.
@@ -13,6 +12,7 @@ Letters: M tokens, D model width, R rank, G groups.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.problem import Op, Problem
 from pallas_kernels.triton import common
-from pallas_kernels.triton.plan import write_active
 
 MAX_TOKENS = 64
 MAX_GROUPS = 1024
@@ -138,8 +137,8 @@ def route(
   up_bias: Array,
   threshold: Array,
   layer: Array,
-) -> tuple[Array, Array, Array]:
-  """Decisions of at most 64 tokens and the groups they need.
+) -> Array:
+  """Decisions of at most 64 tokens, bool [M, G].
 
   Args:
     problem: its k is D, its n is R; layers is 0 if nothing is stacked.
@@ -150,10 +149,6 @@ def route(
       leading axis if problem.layers.
     threshold: float32 [] or [G]; with problem.layers [], [L] or [L, G].
     layer: int32 [].
-
-  Returns:
-    (bool [M, G], int32 [G], int32 [1]): keep_MG, active_G and active_count of
-    a RoutePlan.
   """
   shape = _shape(problem, tiles, interpret)
   x = x.reshape(shape.tokens, shape.depth)
@@ -166,13 +161,12 @@ def route(
   threshold = _two_axes(threshold, bool(problem.layers))
   layer = layer.reshape(1)
   rest = (down_bias, up, up_bias, threshold, layer)
-  out = (
-    jax.ShapeDtypeStruct((shape.tokens, shape.groups), jnp.bool_),
-    jax.ShapeDtypeStruct((shape.groups,), _INT),
-    jax.ShapeDtypeStruct((1,), _INT),
-  )
+  out = jax.ShapeDtypeStruct((shape.tokens, shape.groups), jnp.bool_)
   launch = functools.partial(common.call, interpret=interpret)
-  first = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+  first: dict[str, Any] = {
+    "num_warps": tiles.num_warps,
+    "num_stages": tiles.num_stages,
+  }
   if shape.splits == 1:
     kernel = functools.partial(_single_kernel, shape=shape)
     return launch(kernel, out, (1,), x, down, *rest, **first, name="route")
@@ -315,18 +309,17 @@ def _load_bias(ref, layer, s: _Shape):
   return _load(ref.at[_row(ref, layer), rank], _below(rank, s.rank, s.rank_pad))
 
 
-def _decide(low, loaded, refs, outs, layer, s: _Shape) -> None:
-  """Writes keep, active and count from low [rows, rank], or [rank].
+def _decide(low, loaded, refs, keep_ref, layer, s: _Shape) -> None:
+  """Writes the decisions from low [rows, rank], or [rank].
 
   `loaded` is the second matrix if it is one block, else None.
   """
   up_ref, up_bias_ref, threshold_ref = refs
-  keep_ref, active_ref, count_ref = outs
   lane = jnp.arange(s.block_g, dtype=_INT)
   token = jnp.arange(s.rows, dtype=_INT)[:, None]
 
   def block(first):
-    """Decides block_g groups; int32 [block_g]: 1 where any token keeps it."""
+    """Decides block_g groups."""
     up = _load_up(up_ref, layer, first, s) if loaded is None else loaded
     group = first + lane
     real = group < s.groups
@@ -344,22 +337,14 @@ def _decide(low, loaded, refs, outs, layer, s: _Shape) -> None:
     else:
       logits = _dot(low, up, s.interpret)
     real = real[None] & (token < s.tokens)
-    keep = (logits + bias[None] > threshold[None]) & real
+    keep = logits + bias[None] > threshold[None]
     plgpu.store(keep_ref.at[token, group[None]], keep, mask=real)
-    return keep.astype(_INT).max(0)
 
   blocks = s.group_pad // s.block_g
   if blocks == 1:
-    any_P = block(jnp.zeros((), _INT))
+    block(jnp.zeros((), _INT))
   else:
-    own = jnp.arange(blocks, dtype=_INT)[:, None]
-    any_P = jax.lax.fori_loop(
-      0,
-      blocks,
-      lambda i, seen: jnp.where(own == i, block(i * s.block_g)[None], seen),
-      jnp.zeros((blocks, s.block_g), _INT),
-    ).reshape(s.group_pad)
-  write_active(any_P, s.groups, active_ref, count_ref)
+    jax.lax.fori_loop(0, blocks, lambda i, _: block(i * s.block_g), None)
 
 
 def _ahead(up_ref, layer, s: _Shape):
@@ -369,16 +354,14 @@ def _ahead(up_ref, layer, s: _Shape):
   return _load_up(up_ref, layer, jnp.zeros((), _INT), s)
 
 
-def _single_kernel(
-  x_ref, down_ref, bias_ref, *refs_and_outs, shape: _Shape
-) -> None:
-  *refs, layer_ref = refs_and_outs[:4]
+def _single_kernel(x_ref, down_ref, bias_ref, *rest, shape: _Shape) -> None:
+  *refs, layer_ref, keep_ref = rest
   layer = layer_ref[0]
   up = _ahead(refs[0], layer, shape)
   bias = _load_bias(bias_ref, layer, shape)
   low = _low(x_ref, down_ref, layer, jnp.zeros((), _INT), shape)
   low += bias if shape.rows == 1 else bias[None]
-  _decide(low, up, refs, refs_and_outs[4:], layer, shape)
+  _decide(low, up, refs, keep_ref, layer, shape)
 
 
 def _down_kernel(x_ref, down_ref, layer_ref, low_ref, *, shape: _Shape):
@@ -394,9 +377,9 @@ def _down_kernel(x_ref, down_ref, layer_ref, low_ref, *, shape: _Shape):
   )
 
 
-def _tail_kernel(low_ref, bias_ref, *refs_and_outs, shape: _Shape) -> None:
+def _tail_kernel(low_ref, bias_ref, *rest, shape: _Shape) -> None:
   s = shape
-  *refs, layer_ref = refs_and_outs[:4]
+  *refs, layer_ref, keep_ref = rest
   layer = layer_ref[0]
   up = _ahead(refs[0], layer, s)
   bias = _load_bias(bias_ref, layer, s)
@@ -416,7 +399,7 @@ def _tail_kernel(low_ref, bias_ref, *refs_and_outs, shape: _Shape) -> None:
   low += bias[None]
   if s.rows == 1:
     low = low.reshape(s.rank_pad)
-  _decide(low, up, refs, refs_and_outs[4:], layer, s)
+  _decide(low, up, refs, keep_ref, layer, s)
 
 
 ROUTE = Op(run=route, why_not=why_not, default=default, candidates=candidates)

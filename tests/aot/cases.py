@@ -383,12 +383,8 @@ CASES = (
     "attention_decode_combine",
   ),
   _gpu("decode-smollm2", decode(SMOLLM2, 3, 1000, 9, dtype=_F32), _DECODE),
-  _gpu(
-    "plan-llama", plan(4096, 112), "plan_groups", "plan_classes", "plan_active"
-  ),
-  _gpu(
-    "plan-smollm2", plan(300, 12), "plan_groups", "plan_classes", "plan_active"
-  ),
+  _gpu("plan-llama", plan(4096, 112), "plan_groups", "plan_classes"),
+  _gpu("plan-smollm2", plan(300, 12), "plan_groups", "plan_classes"),
   _gpu(
     "route-llama-1", router(4096, 128, 112, 1), "route_down", "route_decide"
   ),

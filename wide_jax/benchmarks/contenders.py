@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dispatch, plan, ragged, reference, routed, suite
+from pallas_kernels import dispatch, exact, plan, ragged, routed, suite
 from pallas_kernels.problem import Problem
+from pallas_kernels.router import DECODE_TOKENS
 
 _MOST_LOGITS_BYTES = 8 * 2**30
 KERNELS = ("triton", "mosaic_gpu", "mosaic_tpu")
@@ -25,8 +26,9 @@ class Contender:
   Attributes:
     name: in the results.
     role: `dense` (computes everything, masks nothing), `twin` (dense, on the
-      arrays that `auto` gets, then the mask), `auto`, `kernel`, `library`, or
-      `routed` (`auto` with a router inside).
+      arrays that `auto` gets, then the mask), `auto`, `kernel`, `library`,
+      `planned` (`auto` with the plan made inside), or `routed` (`auto` with a
+      router inside, and the plan if there is one).
     fn: of `inputs(args)`.
     inputs: what it takes of `(*arrays, plan or keep)`.
   """
@@ -226,19 +228,77 @@ def router_arrays(
   return down, down_bias, up, up_bias, jnp.float32(0)
 
 
-def decisions(x, *weights):
-  """A router's mask alone, in XLA."""
-  return reference.route(x, *weights)
+_PLANNED_OPS = (
+  "matmul_n_sparse",
+  "matmul_k_sparse",
+  "gated_ffn",
+  "attention_prefill",
+)
+_NEVER = 1e30  # above any logit
 
 
-def planned(problem: Problem) -> Callable[..., Any]:
-  """A mask's plan, every field of it."""
-  return functools.partial(
+def is_in_line(problem: Problem) -> bool:
+  """Whether an op stands behind a plan: beyond decode, see `in_line`."""
+  return problem.tokens > DECODE_TOKENS and problem.op in _PLANNED_OPS
+
+
+def in_line(problem: Problem) -> list[Contender]:
+  """`auto` with what a layer does before it, to be measured by difference.
+
+  `planned` makes the plan of the row's mask, `routed` runs a router in front of
+  that. Programs of their own would be bound by the host's launches, and would
+  make fields of the plan that the op does not read.
+
+  The router computes its logits in full, but keeps nothing of its own: the
+  mask is the row's. Like a layer's, it sees another array than the op.
+
+  None at decode, where no op reads more of a plan than the decisions.
+  """
+  if not is_in_line(problem):
+    return []
+  op = suite.call(problem)
+  make = functools.partial(
     plan.make_plan,
     span=problem.span,
     density=problem.density,
     shared=problem.shared,
   )
+
+  # The barriers: what is done to the masks or weights of one run must wait for
+  # it, and must not be shared with another run on the same ones.
+  def planned(x, *rest):
+    *arrays, mask = rest
+    x, mask = jax.lax.optimization_barrier((x, mask))
+    return op(x, *arrays, make(mask))
+
+  def with_mask(args: tuple) -> tuple:
+    keep = args[-1].keep_MG
+    mask = keep.reshape(problem.rows, problem.length, problem.groups)
+    return (*args[:-1], mask)
+
+  def routed_too(x, r, router, *rest):
+    *arrays, mask = rest
+    x, r, router, mask = jax.lax.optimization_barrier((x, r, router, mask))
+    mask = mask | exact.route(r, *router, jnp.float32(_NEVER))
+    return op(x, *arrays, make(mask))
+
+  width = router_width(problem)
+  router = router_arrays(width, problem.groups)[:-1]
+
+  def with_router_and_mask(args: tuple) -> tuple:
+    x, *rest = with_mask(args)
+    r = 2 * x.reshape(problem.rows, problem.length, -1)[..., :width]
+    return (x, r, router, *rest)
+
+  return [
+    Contender("planned", "planned", planned, with_mask),
+    Contender("routed", "routed", routed_too, with_router_and_mask),
+  ]
+
+
+def router_width(problem: Problem) -> int:
+  """Channels of the residual stream, which a router sees."""
+  return min(problem.k, problem.n) or problem.heads * problem.dim
 
 
 def with_router(problem: Problem) -> Problem:
@@ -268,9 +328,10 @@ def routed_ffn(problem: Problem) -> Contender:
 
 
 def has_routed(problem: Problem) -> bool:
-  """Whether a router can be made whose decisions are the row's masks."""
+  """Whether it decodes, with masks that a folded router can decide."""
   one_set = problem.tokens == 1 or problem.shared
-  return problem.op == "gated_ffn" and problem.joined and one_set
+  decode = problem.op == "gated_ffn" and problem.tokens <= DECODE_TOKENS
+  return decode and problem.joined and one_set
 
 
 def sets_of(contender: Contender, sets: Sequence[tuple]) -> list[tuple]:

@@ -156,7 +156,7 @@ def measure(
   for entry in entries:
     if hasattr(entry.runner, "close"):
       entry.runner.close()
-  out |= _router_and_plan(row, sets, keeps, settings, routers)
+  out |= _router_and_plan(row, alive, times, settings, routers)
   out |= _compared(row, alive, times, out)
   out["counted_saving"] = 1 - needed.flops / whole.flops
   out["roofline_us"] = _floor_s(needed, peak) * 1e6
@@ -170,7 +170,7 @@ def measure(
 
 
 def _entries(row: Row, sets: Sequence[tuple], unroll: int) -> list[_Entry]:
-  who = contenders.of(row.problem)
+  who = contenders.of(row.problem) + contenders.in_line(row.problem)
   if contenders.has_routed(row.problem):
     who.append(contenders.routed_ffn(row.problem))
   entries = []
@@ -213,7 +213,7 @@ def _compile(entries: Sequence[_Entry], workers: int) -> None:
       except Exception as e:
         entry.problem = _sentence(e)
         continue
-      if entry.role in ("dense", "twin", "library"):
+      if entry.role in ("dense", "twin", "library", "routed"):
         build(entry, lowered)
       else:
         waiting.append(pool.submit(build, entry, lowered))
@@ -323,52 +323,63 @@ def _described(row, keeps, unroll, number, settings) -> dict[str, Any]:
 
 def _router_and_plan(
   row: Row,
-  sets: Sequence[tuple],
-  keeps: Sequence[np.ndarray],
+  alive: Sequence[_Entry],
+  times: Mapping[str, Sequence[float]],
   settings: Settings,
   known: dict[tuple, dict[str, float]],
 ) -> dict[str, Any]:
-  """Their times, alone, and the share that this op bears of them."""
+  """`router_us`, `plan_us`, and the share that this op bears of them.
+
+  Beyond decode they are measured in line: medians over the turns of what the
+  op takes longer with the router in front of the plan, and with the plan in
+  front of the op. Noise may make them negative. None where one of these
+  programs failed.
+
+  Decode rows have no plan, and their `router_us` is a folded router alone, a
+  program of its own, which the host's launches may bound. FFN rows state
+  `routed` beside it, which has the router inside.
+  """
   problem = row.problem
-  width = min(problem.k, problem.n) or problem.heads * problem.dim
-  key = (problem.tokens, problem.groups, width, problem.span, problem.dtype)
+  share = {"router_and_plan_share": _SHARE.get(row.part, _DEFAULT_SHARE)}
+  names = {e.runner.name for e in alive}
+  if contenders.is_in_line(problem):
+
+    def more(after: str, before: str) -> float | None:
+      if not {after, before} <= names:
+        return None
+      return float(np.median(_more_s(times, after, before))) * 1e6
+
+    router_us, plan_us = more("routed", "planned"), more("planned", "auto")
+    return {"router_us": router_us, "plan_us": plan_us, **share}
+  width = contenders.router_width(problem)
+  key = (problem.tokens, problem.groups, width, problem.dtype)
   if key not in known:
-    tokens, groups = problem.tokens, problem.groups
-    decode = tokens <= 64
     alike = suite.route_problem(
-      tokens,
-      groups,
+      problem.tokens,
+      problem.groups,
       problem.density,
       d=width,
-      rank=0 if decode else suite.ROUTE_RANK,
+      rank=0,
       dtype=problem.dtype,
     )
     x, *weights = suite.arrays(alike, 3)
-    router_set = (x.reshape(problem.rows, problem.length, width), *weights)
-    threshold = jax.numpy.float32(0)
-    if decode:
-      runners = [
-        Runner("router", suite.call(alike), [(*router_set, threshold)], 16)
-      ]
-    else:
-      runners = [
-        Runner("router", contenders.decisions, [(*router_set, threshold)], 4),
-        Runner(
-          "plan",
-          contenders.planned(problem),
-          [(jax.numpy.asarray(keep),) for keep in keeps],
-          4,
-        ),
-      ]
-    times = timing.interleave(runners, settings.repeats)
-    known[key] = {
-      f"{name}_us": timing.summary(samples).median_us
-      for name, samples in times.items()
-    }
+    x = x.reshape(problem.rows, problem.length, width)
+    args = (x, *weights, jax.numpy.float32(0))
+    runner = Runner("router", suite.call(alike), [args], 16)
+    samples = timing.interleave([runner], settings.repeats)["router"]
     # Decode needs the decisions alone, of a folded router.
-    known[key].setdefault("plan_us", 0.0)
-  share = _SHARE.get(row.part, _DEFAULT_SHARE)
-  return {**known[key], "router_and_plan_share": share}
+    known[key] = {
+      "router_us": timing.summary(samples).median_us,
+      "plan_us": 0.0,
+    }
+  return {**known[key], **share}
+
+
+def _more_s(
+  times: Mapping[str, Sequence[float]], after: str, before: str
+) -> np.ndarray:
+  """What one program takes longer than another, turn by turn."""
+  return np.asarray(times[after]) - np.asarray(times[before])
 
 
 # --- ratios ------------------------------------------------------------------
@@ -391,8 +402,16 @@ def _compared(row: Row, alive, times, out: Mapping[str, Any]) -> dict[str, Any]:
   kernel = _best(alive, times, "kernel")
   library = _best(alive, times, "library")
   auto = "auto" if "auto" in names else None
-  extra = out["router_us"] + out["plan_us"]
-  extra_s = extra * 1e-6 * out["router_and_plan_share"]
+  beyond_decode = contenders.is_in_line(row.problem)
+  extra_s: Any = None
+  if not beyond_decode:
+    extra_s = (out["router_us"] + out["plan_us"]) * 1e-6
+  elif {"auto", "routed"} <= names:
+    extra_s = _more_s(times, "routed", "auto")
+  if extra_s is not None:
+    extra_s = extra_s * out["router_and_plan_share"]
+  # The whole op with its router, which other ops bear a share of.
+  whole = "routed" in names and row.problem.op == "gated_ffn"
 
   def median(name):
     return float(np.median(times[name])) * 1e6 if name else None
@@ -413,15 +432,15 @@ def _compared(row: Row, alive, times, out: Mapping[str, Any]) -> dict[str, Any]:
         ("auto", auto),
         ("kernel", kernel),
         ("library", library),
-        ("routed", "routed" if "routed" in names else None),
+        ("routed", "routed" if whole else None),
       )
     },
   }
   if out["measures"] != "kernels":
     return result
 
-  def ratio(key, base, own, more_s=0.0):
-    if base is None or own is None:
+  def ratio(key, base, own, more_s: Any = 0.0):
+    if base is None or own is None or more_s is None:
       return
     own_s = np.asarray(times[own]) + more_s
     value, low, high = timing.ratio_interval(times[base], own_s)
@@ -436,12 +455,16 @@ def _compared(row: Row, alive, times, out: Mapping[str, Any]) -> dict[str, Any]:
     ratio("speedup_included", dense, auto, extra_s)
     if "speedup" in result:
       result["measured_saving"] = 1 - 1 / result["speedup"]
-  if "routed" in names:
-    chosen = dispatch.choose(contenders.with_router(row.problem))
+  if whole:
+    chosen = choice
+    if not beyond_decode:
+      chosen = dispatch.choose(contenders.with_router(row.problem))
     if chosen.backend not in ("dense", "reference"):
       ratio("routed_speedup", dense, "routed")
   ratio("kernel_speedup", dense, kernel)
-  ratio("kernel_speedup_included", dense, kernel, extra_s)
+  # In line, the plan is what `auto` reads of it: another backend's is another.
+  if not beyond_decode or kernel == choice.backend:
+    ratio("kernel_speedup_included", dense, kernel, extra_s)
   ratio("library_speedup", dense, library)
   return result
 

@@ -35,7 +35,14 @@ def _verdict(row: Result) -> str | None:
 
 
 def table(rows: Sequence[Result]) -> str:
-  """The rows as aligned text; times in microseconds."""
+  """The rows as aligned text; times in microseconds.
+
+  `router us` and `plan us`, beyond 64 tokens: what the same op takes longer
+  with the one, and the other, in front of it in the same program (paired
+  differences, perhaps negative by noise). Up to 64 tokens, and for decode
+  attention, there is no plan, and the router is timed as a program of its own,
+  which the host's launches may bound.
+  """
   out = []
   for row in rows:
     if "failed" in row:
