@@ -3,6 +3,7 @@
 Stands alone: imports jax and numpy only.
 """
 
+from pallas_kernels.dispatch import explain
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.ops import (
   attention_decode,
@@ -25,6 +26,7 @@ __all__ = [
   "Unsupported",
   "attention_decode",
   "attention_prefill",
+  "explain",
   "fold_router",
   "gated_ffn",
   "make_plan",

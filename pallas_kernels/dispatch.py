@@ -107,10 +107,11 @@ def backend(name: str) -> Any:
   full = f"pallas_kernels.{name}"
   try:
     return importlib.import_module(full)
-  except ModuleNotFoundError as e:
-    if e.name != full:
+  except ImportError as e:
+    # Missing as a whole, or built on a part of jax that this jax lacks.
+    if e.name != full and (e.name or "").startswith("pallas_kernels"):
       raise
-    raise Unsupported(f"{name} is not part of this version.") from e
+    raise Unsupported(f"{name} cannot be imported here: {e}") from e
 
 
 def op_of(name: str, op: str) -> Op:
@@ -165,7 +166,8 @@ def choose(problem: Problem, want: str = "auto", tiles: Any = None) -> Choice:
     raise ValueError(f"tiles are of a backend; name one beside {tiles}.")
   if want == "reference":
     return Choice("reference", why="asked for")
-  if 0 in (problem.tokens, problem.k + problem.dim):
+  attends = problem.op.startswith("attention")
+  if 0 in (problem.tokens, problem.keys if attends else problem.k):
     if want != "auto":
       backend(want)  # an unknown name is refused all the same
     return Choice("reference", why="there is nothing to compute")
@@ -315,6 +317,9 @@ def _layout(p: Problem) -> tuple:
     p.dim,
     per_kv,
     p.window is not None,
+    p.padded,  # dense attention takes other paths for these two
+    p.shifted,
+    p.groups if p.op in ("route", "route_folded") else 0,
   )
 
 
@@ -431,11 +436,8 @@ def _measured_tiles(problem: Problem, name: str, near) -> tuple[bool, Any]:
 # --- plans -------------------------------------------------------------------
 
 
-def plan_maker(
-  want: str, tokens: int, groups: int, span: int
-) -> Callable[..., tuple]:
+def plan_maker(want: str) -> Callable[..., tuple]:
   """Who works out the parts of a plan: see plan.make_plan."""
-  del tokens, groups, span  # one kernel serves all shapes
   if want == "auto":
     want = "triton" if device.platform() == "gpu" else "reference"
   if want == "reference":

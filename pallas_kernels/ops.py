@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from pallas_kernels import dispatch, reference
-from pallas_kernels.plan import RoutePlan, decisions
+from pallas_kernels.plan import RoutePlan, check_hints, decisions
 from pallas_kernels.problem import Problem
 
 
@@ -175,6 +176,7 @@ def attention_prefill(
   Raises:
     ValueError, Unsupported: as matmul_n_sparse.
   """
+  _check_plan(plan)
   rows, length, heads, dim = _attention_shapes(q, k, v, layer, 4)
   if (plan.batch, plan.length) != (rows, length):
     raise ValueError(
@@ -199,10 +201,14 @@ def attention_prefill(
     padded=start is not None,
     shifted=offset is not None,
   )
+  if window is not None and window < 1:
+    raise ValueError(f"window={window} must be at least 1, or None.")
   static = _static(problem, backend, tiles, interpret, scale)
-  at = keys - length if offset is None else offset
-  at = jnp.broadcast_to(jnp.asarray(at, jnp.int32), (rows,))
-  first = jnp.zeros((rows,), jnp.int32) if start is None else start
+  at = jnp.asarray(keys - length if offset is None else offset, jnp.int32)
+  if at.ndim:
+    at = _per_row("offset", at, rows)
+  at = jnp.broadcast_to(at, (rows,))
+  first = _per_row("start", 0 if start is None else start, rows)
   return _run(static, (q, k, v), (plan, _layer(layer), first, at))
 
 
@@ -240,9 +246,10 @@ def attention_decode(
     ValueError, Unsupported: as matmul_n_sparse.
   """
   rows, heads, dim = _attention_shapes(q, k_cache, v_cache, layer, 3)
+  if keep.ndim != 2 or keep.shape[0] != rows:
+    raise ValueError(f"keep is [B, G] with B {rows}, not {keep.shape}.")
   keep = decisions(keep[:, None])[:, 0]
-  if keep.shape[0] != rows:
-    raise ValueError(f"keep {keep.shape} does not fit q {q.shape}.")
+  check_hints(1, density)
   _check_heads(keep.shape[1], heads)
   keys, kv_heads = k_cache.shape[-3:-1]
   problem = Problem(
@@ -260,8 +267,8 @@ def attention_decode(
     padded=start is not None,
   )
   static = _static(problem, backend, tiles, interpret, scale)
-  first = jnp.zeros((rows,), jnp.int32) if start is None else start
-  rest = (keep, _layer(layer), first, jnp.asarray(lengths, jnp.int32))
+  first = _per_row("start", 0 if start is None else start, rows)
+  rest = (keep, _layer(layer), first, _per_row("lengths", lengths, rows))
   return _run(static, (q, k_cache, v_cache), rest)
 
 
@@ -340,11 +347,38 @@ def _reference(static: _Static, arrays: tuple, rest: tuple) -> Array:
 # --- checks ------------------------------------------------------------------
 
 
+def _per_row(name: str, value, rows: int) -> Array:
+  """int32 [B]; a plain 0 stands for zeros."""
+  if isinstance(value, int) and value == 0:
+    return jnp.zeros((rows,), jnp.int32)
+  value = jnp.asarray(value)
+  if value.shape != (rows,) or not jnp.issubdtype(value.dtype, jnp.integer):
+    raise ValueError(
+      f"{name} is int32 [{rows}], not {value.dtype} {value.shape}."
+    )
+  return value.astype(jnp.int32)
+
+
+def _check_layer(layer, stack: Array, stacked: bool) -> None:
+  """A layer that is known must be in the stack; a traced one is trusted."""
+  known = isinstance(layer, int | np.integer)
+  if known and stacked and not 0 <= layer < stack.shape[0]:
+    raise ValueError(f"layer={layer} must be 0 to {stack.shape[0] - 1}.")
+
+
 def _layer(layer) -> Array:
   return jnp.asarray(0 if layer is None else layer, jnp.int32)
 
 
+def _check_plan(plan: Any) -> None:
+  if not isinstance(plan, RoutePlan):
+    raise ValueError(
+      f"plan is what make_plan returns, not a {type(plan).__name__}."
+    )
+
+
 def _matmul_problem(op, x, plan, w, n, layer, transposed) -> Problem:
+  _check_plan(plan)
   return Problem(
     op=op,
     dtype=x.dtype.name,
@@ -370,6 +404,7 @@ def _check_weight(name: str, w: Array, x: Array, layer, axes: int = 2) -> None:
   if x.ndim != 3:
     raise ValueError(f"x is [B, T, channels], not {x.shape}.")
   axes += layer is not None
+  _check_layer(layer, w, w.ndim == axes)
   if w.ndim != axes:
     stacked = "" if layer is None else " with a layer index"
     raise ValueError(f"{name}{stacked} has {axes} axes, not {w.shape}.")
@@ -439,6 +474,7 @@ def _attention_shapes(q, k, v, layer, axes: int) -> tuple[int, ...]:
       "k is [B, S, K, H], or [L, B, S, K, H] with a layer index, not "
       f"{k.shape}."
     )
+  _check_layer(layer, k, True)
   fits = k.shape[-4] == q.shape[0] and k.shape[-1] == q.shape[-1]
   _check(fits, "k", k.shape, "q", q.shape)
   if q.shape[-2] % k.shape[-2]:

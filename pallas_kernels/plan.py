@@ -250,7 +250,7 @@ def make_plan(
   check_hints(span, density)
   from pallas_kernels import dispatch  # dispatch knows the backends
 
-  make = dispatch.plan_maker(backend, batch * length, groups, span)
+  make = dispatch.plan_maker(backend)
   if batch * length == 0 or groups == 0:
     make = reference_parts
   keep_MG = keep.reshape(batch * length, groups)

@@ -132,6 +132,8 @@ def attention_prefill(
   k, v = (select(a, layer) for a in (k, v))
   rows, length, heads, dim = q.shape
   keys, kv_heads = k.shape[1:3]
+  if not keys:
+    return jnp.zeros_like(q)
   scale = 1 / math.sqrt(dim) if scale is None else scale
   offset = keys - length if offset is None else offset
   offset = jnp.broadcast_to(jnp.asarray(offset, jnp.int32), (rows,))
@@ -165,6 +167,8 @@ def attention_decode(
   k, v = (select(a, layer) for a in (k_cache, v_cache))
   rows, heads, dim = q.shape
   keys, kv_heads = k.shape[1:3]
+  if not keys:
+    return jnp.zeros_like(q)
   scale = 1 / math.sqrt(dim) if scale is None else scale
   j_S = jnp.arange(keys, dtype=jnp.int32)[None]
   sees = j_S < lengths[:, None]

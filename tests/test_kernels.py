@@ -390,6 +390,44 @@ def test_wrong_input_is_named():
     pk.gated_ffn(x, jnp.zeros((3, 8, 12)), None, jnp.zeros((12, 8)), plan)
   with pytest.raises(ValueError, match=r"a mask is \[B, T, G\]"):
     pk.make_plan(jnp.ones((4, 3)))
+  with pytest.raises(ValueError, match="what make_plan returns, not a"):
+    pk.matmul_n_sparse(x, jnp.zeros((8, 12)), jnp.ones((1, 4, 3), bool))
+  with pytest.raises(ValueError, match="layer=2 must be 0 to 1"):
+    pk.matmul_n_sparse(x, jnp.zeros((2, 8, 12)), plan, layer=2)
+  with pytest.raises(ValueError, match="block_m=100 must be a power of two"):
+    matmul.Tiles(block_m=100)
+
+
+def test_wrong_attention_input_is_named():
+  q, kv = jnp.zeros((2, 4, 6, 16)), jnp.zeros((2, 5, 3, 16))
+  plan = pk.make_plan(jnp.ones((2, 4, 3), bool))
+  with pytest.raises(ValueError, match=r"start is int32 \[2\], not int32 \(1,"):
+    pk.attention_prefill(q, kv, kv, plan, start=jnp.zeros((1,), jnp.int32))
+  with pytest.raises(ValueError, match="window=0 must be at least 1"):
+    pk.attention_prefill(q, kv, kv, plan, window=0)
+  keep, lengths = jnp.ones((2, 3), bool), jnp.ones((2,), jnp.int32)
+  with pytest.raises(ValueError, match=r"lengths is int32 \[2\], not float32"):
+    pk.attention_decode(q[:, 0], kv, kv, lengths.astype(float), keep)
+  with pytest.raises(ValueError, match=r"keep is \[B, G\] with B 2"):
+    pk.attention_decode(q[:, 0], kv, kv, lengths, keep[:, None])
+  with pytest.raises(ValueError, match="density=50 must be 0 to 1"):
+    pk.attention_decode(q[:, 0], kv, kv, lengths, keep, density=50)
+
+
+def test_attention_over_no_keys_is_zero():
+  q, kv = jnp.ones((2, 4, 6, 16)), jnp.zeros((2, 0, 3, 16))
+  plan = pk.make_plan(jnp.ones((2, 4, 3), bool))
+  assert not pk.attention_prefill(q, kv, kv, plan).any()
+  keep, lengths = jnp.ones((2, 3), bool), jnp.zeros((2,), jnp.int32)
+  assert not pk.attention_decode(q[:, 0], kv, kv, lengths, keep).any()
+
+
+def test_explain_names_every_backend():
+  x, w = jnp.zeros((1, 4, 8)), jnp.zeros((8, 12))
+  plan = pk.make_plan(jnp.ones((1, 4, 3), bool))
+  said = str(pk.explain(pk.matmul_n_sparse, x, w, plan))
+  for name in ("dense", "ragged", "triton", "mosaic_gpu", "mosaic_tpu"):
+    assert name in said
 
 
 def test_a_mask_has_no_gradient_through_kernels():

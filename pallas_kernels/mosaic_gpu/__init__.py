@@ -46,12 +46,18 @@ def why_not(problem: Problem) -> str | None:
   return None
 
 
-def _check_run(problem: Problem, interpret: bool) -> None:
+def _check_run(problem: Problem, tiles: Tiles, interpret: bool) -> None:
   if interpret:
     raise Unsupported("mosaic_gpu kernels have no interpret mode.")
   reason = why_not(problem)
   if reason is not None:
     raise Unsupported(f"mosaic_gpu cannot run {problem.op}: {reason}")
+  width = problem.group_size * (2 if problem.op == "gated_ffn" else 1)
+  if width % tiles.block_n:
+    raise ValueError(
+      f"tiles.block_n={tiles.block_n} must divide {width}, the columns of a "
+      "group."
+    )
 
 
 def _stack(problem: Problem, w):
@@ -62,7 +68,7 @@ def _n_sparse(problem: Problem, tiles: Tiles, interpret, x, w, plan, layer):
   """matmul_n_sparse; see pallas_kernels.ops."""
   from pallas_kernels.mosaic_gpu import matmul
 
-  _check_run(problem, interpret)
+  _check_run(problem, tiles, interpret)
   rows = x.reshape(problem.tokens, -1)
   weights = (_stack(problem, w),)
   y = matmul.rows_out(problem, tiles, rows, weights, plan, layer, fill=True)
@@ -84,7 +90,7 @@ def _gated(
   from pallas_kernels.mosaic_gpu import matmul
   from pallas_kernels.triton import matmul as triton
 
-  _check_run(problem, interpret)
+  _check_run(problem, tiles.up, interpret)
   rows = x.reshape(problem.tokens, -1)
   weights = [_stack(problem, w) for w in (w_gate, w_up) if w is not None]
   hidden = matmul.rows_out(

@@ -23,6 +23,17 @@ class Tiles:
   stages: int = 4
   cluster: int = 2
 
+  def __post_init__(self):
+    if self.block_n not in (128, 256) or self.block_n * self.row_tiles > 256:
+      raise ValueError(
+        f"block_n={self.block_n} must be 128 or 256, and times row_tiles="
+        f"{self.row_tiles} at most 256."
+      )
+    if self.cluster not in (1, 2):
+      raise ValueError(f"cluster={self.cluster} must be 1 or 2.")
+    if not 2 <= self.stages <= 4:
+      raise ValueError(f"stages={self.stages} must be 2 to 4.")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedTiles:

@@ -48,6 +48,17 @@ class Tiles:
   num_stages: int = 3
   row_chunk: int = 16
 
+  def __post_init__(self):
+    for name in ("block_m", "block_n", "block_k"):
+      size = getattr(self, name)
+      if size < 16 or size & (size - 1):
+        raise ValueError(f"{name}={size} must be a power of two from 16.")
+    if self.num_stages < 1 or self.row_chunk < 1:
+      raise ValueError(
+        f"num_stages={self.num_stages} and row_chunk={self.row_chunk} must be "
+        "at least 1."
+      )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedTiles:
