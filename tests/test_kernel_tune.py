@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -149,6 +150,7 @@ def test_tuning_writes_each_row_resumes_and_stops_in_time(
       result,
       results=(*result.results, dense_result),
       refused=tuple((name, "wrong") for name in others),
+      jax=jax.__version__,
     )
 
   monkeypatch.setattr(tune, "measure", measure)
@@ -166,6 +168,11 @@ def test_tuning_writes_each_row_resumes_and_stops_in_time(
     assert tune_rows(budget_s=1e9) == 0
     assert seen == ["a", "bad", "b", "bad"]
     assert tune_rows(budget_s=-1.0) == 0
+    # What a backend refused under another jax is asked again.
+    kept = table.read(tuned, H200).rows[0]
+    assert tune._complete(kept, tune.Options())
+    older = dataclasses.replace(kept, jax="0.9.0")
+    assert not tune._complete(older, tune.Options())
   out = capsys.readouterr().out
   assert "no dense op ran" in out and "and more" not in out
   assert "out of time after 0 of 1 rows" in out
