@@ -25,6 +25,21 @@ def _here() -> tuple[str, str]:
   return slug(first.device_kind), first.platform
 
 
+@functools.cache
+def _capability_here() -> tuple[int, int] | None:
+  text = str(getattr(jax.devices()[0], "compute_capability", ""))
+  match = re.fullmatch(r"(\d+)\.(\d+)", text)
+  return (int(match[1]), int(match[2])) if match else None
+
+
+def capability() -> tuple[int, int] | None:
+  """CUDA compute capability, (9, 0) on Hopper; None where there is none.
+
+  Nor is it known of a device that is only compiled for.
+  """
+  return _capability_here() if _OVERRIDE.get() is None else None
+
+
 def name() -> str:
   """Slug of the device that calls are traced for."""
   return _OVERRIDE.get() or _here()[0]

@@ -234,14 +234,15 @@ def _auto(problem: Problem, platform: str, measured: Table) -> Choice:
 
 
 def explain(what: Problem | Callable[..., Any], *args, **kwargs) -> Explanation:
-  """What would run a call, why, and what each other backend said.
+  """What `auto` would run, why, and what each other backend said.
 
   Args:
     what: a Problem, or an op of this package with its arguments behind it, as
       in `explain(matmul_n_sparse, x, w, plan)`; nothing is computed.
 
   Raises:
-    ValueError: the arguments do not fit the op.
+    ValueError: the arguments do not fit the op, or it is no op that a backend
+      is picked for.
   """
   if isinstance(what, Problem):
     problem = what
@@ -249,6 +250,8 @@ def explain(what: Problem | Callable[..., Any], *args, **kwargs) -> Explanation:
     op = what
     with _recorded() as seen:
       jax.eval_shape(lambda *a: op(*a, **kwargs), *args)
+    if not seen:
+      raise ValueError(f"{op.__name__} picks no backend for these arguments.")
     problem = seen[0]
   measured = table.load(device.name())
   choice = choose(problem)
@@ -439,7 +442,9 @@ def _measured_tiles(problem: Problem, name: str, near) -> tuple[bool, Any]:
 def plan_maker(want: str) -> Callable[..., tuple]:
   """Who works out the parts of a plan: see plan.make_plan."""
   if want == "auto":
-    want = "triton" if device.platform() == "gpu" else "reference"
+    modern = (device.capability() or (8, 0)) >= (8, 0)
+    gpu = device.platform() == "gpu" and modern
+    want = "triton" if gpu else "reference"
   if want == "reference":
     return plans.reference_parts
   module = backend(want)

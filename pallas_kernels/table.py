@@ -32,6 +32,7 @@ VERSIONS = {
   "mosaic_tpu": 1,
 }
 DIRECTORY_VARIABLE = "PALLAS_KERNELS_TUNED"
+NOT_ASKED = "not asked for"  # why a row has nothing of a backend
 _PACKAGED = pathlib.Path(__file__).resolve().parent / "tuned"
 
 
@@ -285,6 +286,20 @@ def _locked(path: pathlib.Path) -> Generator[None]:
     yield
 
 
+def _keeping(row: Row, old: Row | None) -> Row:
+  """A new row with the old results of backends that it was not to measure."""
+  if old is None:
+    return row
+  skipped = {name for name, reason in row.refused if reason == NOT_ASKED}
+  kept = tuple(r for r in old.results if r.backend in skipped)
+  names = {r.backend for r in kept}
+  return dataclasses.replace(
+    row,
+    results=(*row.results, *kept),
+    refused=tuple(pair for pair in row.refused if pair[0] not in names),
+  )
+
+
 def merge(path: pathlib.Path, device: str, rows: Iterable[Row]) -> Table:
   """Puts rows into a table on disk, in place of older ones of their problem.
 
@@ -297,7 +312,9 @@ def merge(path: pathlib.Path, device: str, rows: Iterable[Row]) -> Table:
       old = read(path, device)
     except ValueError:
       old = Table(device=device)
-    merged = {row.problem: row for row in (*old.rows, *rows)}
+    merged = {row.problem: row for row in old.rows}
+    for row in rows:
+      merged[row.problem] = _keeping(row, merged.get(row.problem))
     ordered = sorted(
       merged.values(),
       key=lambda r: json.dumps(dataclasses.asdict(r.problem), sort_keys=True),

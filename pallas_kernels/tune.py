@@ -111,7 +111,7 @@ def candidates(
   found, refused = [], {}
   for name in dispatch.BACKENDS:
     if name != "dense" and name not in options.backends:
-      refused[name] = "not asked for"
+      refused[name] = table.NOT_ASKED
       continue
     reason = dispatch.why_not(name, row.problem)
     if reason is not None:
@@ -443,7 +443,7 @@ def _complete(row: table.Row, options: Options) -> bool:
     if dispatch.why_not(name, row.problem) is None
   }
   # What failed under another jax may work under this one.
-  failed = {name for name, reason in row.refused if reason != "not asked for"}
+  failed = {name for name, reason in row.refused if reason != table.NOT_ASKED}
   if row.jax != jax.__version__:
     failed = set()
   return able <= have | failed

@@ -33,6 +33,8 @@ from pallas_kernels import (
   table,
 )
 from pallas_kernels.errors import Unsupported
+from pallas_kernels.plan import reference_parts
+from pallas_kernels.problem import Problem
 
 fake_triton = pytest.fixture(with_fake_triton)
 tuned = pytest.fixture(with_tuned)
@@ -382,3 +384,21 @@ def test_dense_attention_equals_the_reference(op):
   want = suite.exact(p, args, mask)
   got = suite.compared(p, jax.jit(suite.call(p, "dense"))(*args))
   assert suite.wrong(p, got, want, mask, 0.0) is None
+
+
+def test_older_gpus_are_refused_by_name(monkeypatch):
+  """A T4 has no bfloat16 and no asynchronous copies; `auto` runs dense."""
+  p = Problem(
+    op="matmul_n_sparse",
+    dtype="float16",
+    rows=1,
+    length=64,
+    groups=4,
+    k=64,
+    n=128,
+  )
+  assert "compute" not in str(dispatch.op_of("triton", p.op).why_not(p))
+  monkeypatch.setattr(device, "capability", lambda: (7, 5))
+  monkeypatch.setattr(device, "platform", lambda: "gpu")
+  assert "8.0 and later, and this GPU has 7.5" in dispatch.why_not("triton", p)
+  assert dispatch.plan_maker("auto") is reference_parts

@@ -251,3 +251,17 @@ def test_counts_of_attention():
   assert got.flops == 4 * 8 * 6 * 2
   # one kv head's keys and values, two query heads, all of the output
   assert got.bytes == 2 * (2 * 6 * 8 + 2 * 8 + 2 * 4 * 8)
+
+
+def test_results_that_were_not_asked_for_stay(tuned):
+  both = row(problem(), 1.5)
+  table.merge(tuned, H200, [both])
+  name = both.results[0].backend
+  alone = dataclasses.replace(
+    both,
+    results=(),
+    refused=((name, table.NOT_ASKED), ("mosaic_tpu", "another machine")),
+  )
+  (kept,) = table.merge(tuned, H200, [alone]).rows
+  assert kept.results == both.results
+  assert dict(kept.refused) == {"mosaic_tpu": "another machine"}

@@ -3,9 +3,11 @@
 jax 0.11 deprecated Pallas Triton and will remove it; it works through 0.12.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from pallas_kernels import device
 from pallas_kernels.problem import Op, Problem
 from pallas_kernels.triton import (
   attention,
@@ -55,7 +57,22 @@ def _routed_op(run: Callable[..., Any]) -> Op:
   return Op(run, decode.why_not, decode.default, decode.candidates)
 
 
-OPS = {
+def _from_ampere(op: Op) -> Op:
+  """The op, refused on GPUs that lack bfloat16 and asynchronous copies."""
+
+  def why_not(problem: Problem) -> str | None:
+    have = device.capability()
+    if have is not None and have < (8, 0):
+      return (
+        "its kernels are for compute capability 8.0 and later, and this GPU "
+        f"has {have[0]}.{have[1]}"
+      )
+    return op.why_not(problem)
+
+  return dataclasses.replace(op, why_not=why_not)
+
+
+_OPS = {
   **{name: _matmul_op(name) for name in _MANY},
   "attention_prefill": attention.PREFILL,
   "attention_decode": attention_decode.DECODE,
@@ -64,5 +81,6 @@ OPS = {
   "routed_ffn": _routed_op(decode.routed_ffn),
   "routed_matmul_n_sparse": _routed_op(decode.routed_n_sparse),
 }
+OPS = {name: _from_ampere(op) for name, op in _OPS.items()}
 
 __all__ = ["OPS", "plan_parts"]
