@@ -251,7 +251,8 @@ def explain(what: Problem | Callable[..., Any], *args, **kwargs) -> Explanation:
     with _recorded() as seen:
       jax.eval_shape(lambda *a: op(*a, **kwargs), *args)
     if not seen:
-      raise ValueError(f"{op.__name__} picks no backend for these arguments.")
+      name = getattr(op, "__name__", op)
+      raise ValueError(f"{name} picks no backend for these arguments.")
     problem = seen[0]
   measured = table.load(device.name())
   choice = choose(problem)
