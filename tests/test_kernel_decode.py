@@ -151,8 +151,8 @@ class Case:
     ours = np.linalg.norm(np.float64(got) - exact)
     want = self.reference(x, weights, mask)
     theirs = np.linalg.norm(np.float64(want) - exact)
-    # One rounding of the result is free: either may be exact by luck.
-    slack = float(jnp.finfo(self.dtype).eps) * np.linalg.norm(exact)
+    # Float32's own rounding is free: the reference may be exact by luck.
+    slack = 2.0**-22 * np.linalg.norm(exact)
     assert ours <= 2 * theirs + slack
     if self.op == "matmul_n_sparse":
       assert not got[~np.repeat(mask, self.size, axis=-1)].any()
