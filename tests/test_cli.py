@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from wide_jax import cli
+from wide_jax import cli, console
 
 
 def parse(*argv):
@@ -188,7 +188,7 @@ def test_bugs_keep_their_trace():
 
 
 def test_unsupported_jax_is_named(monkeypatch, capsys):
-  monkeypatch.setattr(cli.importlib.metadata, "version", lambda _: "0.9.1")
+  monkeypatch.setattr(console.importlib.metadata, "version", lambda _: "0.9.1")
   assert cli.run(lambda _: 0, []) == 2
   assert "jax 0.9.1 is not supported" in capsys.readouterr().err
 
@@ -252,10 +252,10 @@ def test_remedy_depends_on_what_is_wrong(monkeypatch):
     def lookup(name):
       if version and name == "jax-cuda13-plugin":
         return version
-      raise cli.importlib.metadata.PackageNotFoundError(name)
+      raise console.importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(cli.importlib.metadata, "version", lookup)
-    return cli._no_device("gpu", "0.11.2")
+    monkeypatch.setattr(console.importlib.metadata, "version", lookup)
+    return console.no_device("gpu", "0.11.2")
 
   assert "pip install 'wide_jax[gpu]'" in with_plugin(None)
   assert "jax-cuda13-plugin 0.10.2 does not belong" in with_plugin("0.10.2")

@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import importlib
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import pathlib
 import re
@@ -25,8 +24,7 @@ from ml_collections import config_flags
 from wide_jax.config import RunConfig, from_config_dict
 from wide_jax.console import Usage as Usage
 from wide_jax.console import is_user_error as is_user_error
-from wide_jax.console import no_device as _no_device  # noqa: F401
-from wide_jax.console import one_line as _one_line
+from wide_jax.console import one_line
 from wide_jax.console import run as run
 from wide_jax.console import select_device as select_device
 
@@ -150,7 +148,7 @@ def parse(
       )
       rest = values(["wide_jax", *argv])
     except flags.Error as e:
-      raise ValueError(_one_line(e)) from e
+      raise ValueError(one_line(e)) from e
   if rest[1:]:
     raise ValueError(f"unexpected argument {rest[1]!r}; flags start with '--'.")
   if not values.workdir and not values.dry_run:
@@ -185,7 +183,7 @@ def _load(source: str) -> ml_collections.ConfigDict:
   try:
     return module.get_config(arg)
   except ValueError as e:
-    raise ValueError(f"{pathlib.Path(path).name}: {_one_line(e)}") from e
+    raise ValueError(f"{pathlib.Path(path).name}: {one_line(e)}") from e
 
 
 def _normalise(argv: Sequence[str]) -> tuple[list[str], str]:
